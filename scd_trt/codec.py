@@ -10,9 +10,9 @@ value, never infinite. Offline measurement, the servers and the tests all call t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -54,44 +54,54 @@ class _Side:
 class Encoder(_Side):
     """The producer's half."""
 
-    def encode(self, group: int, inputs: Sequence[LayerInput], positions_T: Tensor) -> Tensor:
+    def encode(
+        self, group: int, inputs: Sequence[LayerInput], positions_T: Tensor, *, seq_len: int | None = None
+    ) -> Tensor:
         """Codes of one group of layers.
 
         Args:
             group: index into `groups`.
             inputs: one for each layer of the group, in order.
             positions_T: position of each token, for stripping RoPE.
+            seq_len: length at which the keys were computed; only rope type `dynamic` needs it.
         Returns:
             uint8 `[T, C]`, C = `bytes_per_token[group]`.
         """
         layers = range(*self.groups[group])
         if len(inputs) != len(layers):
             raise ValueError(f"group {group} has {len(layers)} layers, got {len(inputs)} inputs")
-        parts = [self._layer(layer, given, positions_T) for layer, given in zip(layers, inputs, strict=True)]
-        return torch.cat([part.view(torch.uint8) for part in parts], dim=1)
+        parts = []
+        for layer, given in zip(layers, inputs, strict=True):
+            strip = partial(self.producer_rope[layer].strip, positions_T=positions_T, seq_len=seq_len)
+            parts.append(self._layer(layer, given, strip).view(torch.uint8))
+        return torch.cat(parts, dim=1)
 
-    def _layer(self, layer: int, given: LayerInput, positions_T: Tensor) -> Tensor:
+    def _layer(self, layer: int, given: LayerInput, strip: Callable[[Tensor], Tensor]) -> Tensor:
         maps = self.translator.layers[layer]
         if isinstance(maps, PatchLayer):
             if given.x_TM is None:
                 raise TranslatorError(f"layer {layer} is a Patch layer, but the engine gave no attention input")
             return _to_codes(maps.encode_h(given.x_TM.float()), self.code_dtype)
         if isinstance(maps, ReuseLayer):
-            k_TF = self.producer_rope[layer].strip(given.k_THD.float(), positions_T).flatten(1)
+            k_TF = strip(given.k_THD.float()).flatten(1)
             codes = torch.cat([maps.encode_k(k_TF), maps.encode_v(given.v_THD.float().flatten(1))], dim=1)
             return _to_codes(codes, self.code_dtype)
-        k_THD = given.k_THD if self.same_rope[layer] else self.producer_rope[layer].strip(given.k_THD, positions_T)
-        return torch.cat([k_THD.flatten(1), given.v_THD.flatten(1)], dim=1).to(self.raw_dtype)
+        k_THD = given.k_THD if self.same_rope[layer] else strip(given.k_THD)
+        return _to_codes(torch.cat([k_THD.flatten(1), given.v_THD.flatten(1)], dim=1), self.raw_dtype)
 
 
 class Decoder(_Side):
     """The consumer's half."""
 
-    def decode(self, group: int, codes_TC: Tensor, positions_T: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def decode(
+        self, group: int, codes_TC: Tensor, positions_T: Tensor, *, seq_len: int | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
         """Keys after the consumer's RoPE and values of every layer of a group.
 
         Args:
             codes_TC: uint8 `[T, C]`, C = `bytes_per_token[group]`.
+            positions_T: position of each token, for applying RoPE.
+            seq_len: length that the keys are to be rotated for; only rope type `dynamic` needs it.
         Returns:
             for each layer: keys and values `[T, H, D]`, float32 (raw layers: `raw_dtype`).
         Raises:
@@ -102,19 +112,23 @@ class Decoder(_Side):
             raise ValueError(f"group {group}: codes are {found}; expected uint8 [T, {self.bytes_per_token[group]}]")
         layers = range(*self.groups[group])
         widths = [self.translator.manifest.layer_bytes(layer) for layer in layers]
-        parts = codes_TC.split(widths, dim=1)
-        return [self._layer(layer, part, positions_T) for layer, part in zip(layers, parts, strict=True)]
+        parts = torch.split(codes_TC, widths, dim=1)
+        decoded = []
+        for layer, part in zip(layers, parts, strict=True):
+            rotate = partial(self.consumer_rope[layer].apply, positions_T=positions_T, seq_len=seq_len)
+            decoded.append(self._layer(layer, part, rotate))
+        return decoded
 
-    def _layer(self, layer: int, codes_TC: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    def _layer(self, layer: int, codes_TC: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         maps = self.translator.layers[layer]
         if isinstance(maps, RawLayer):
-            k_TF, v_TF = codes_TC.contiguous().view(self.raw_dtype).chunk(2, dim=1)
+            k_TF, v_TF = _from_bytes(codes_TC, self.raw_dtype).chunk(2, dim=1)
             if self.same_rope[layer]:
                 return self._heads(k_TF), self._heads(v_TF)
         else:
-            codes_TR = codes_TC.contiguous().view(self.code_dtype).float()
+            codes_TR = _from_bytes(codes_TC, self.code_dtype).float()
             k_TF, v_TF = _reuse(maps, codes_TR) if isinstance(maps, ReuseLayer) else self._patch(maps, codes_TR)
-        return self.consumer_rope[layer].apply(self._heads(k_TF), positions_T), self._heads(v_TF)
+        return rotate(self._heads(k_TF)), self._heads(v_TF)
 
     def _patch(self, maps: PatchLayer, codes_TR: Tensor) -> tuple[Tensor, Tensor]:
         if maps.hidden is not None:
@@ -127,7 +141,8 @@ class Decoder(_Side):
         return k_TF, v_TF
 
     def _heads(self, x_TF: Tensor) -> Tensor:
-        return x_TF.unflatten(1, (self.translator.manifest.consumer.num_kv_heads, -1))
+        spec = self.translator.manifest.consumer
+        return x_TF.view(-1, spec.num_kv_heads, spec.head_dim)
 
 
 def _reuse(maps: ReuseLayer, codes_TR: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,5 +151,12 @@ def _reuse(maps: ReuseLayer, codes_TR: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _to_codes(codes_TR: Tensor, dtype: torch.dtype) -> Tensor:
+    if codes_TR.dtype == dtype:
+        return codes_TR
     limit = torch.finfo(dtype).max
     return codes_TR.clamp(-limit, limit).to(dtype)
+
+
+def _from_bytes(codes_TC: Tensor, dtype: torch.dtype) -> Tensor:
+    # a copy, because a part of a row need not begin where its dtype may be read
+    return codes_TC.clone(memory_format=torch.contiguous_format).view(dtype)

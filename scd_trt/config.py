@@ -118,7 +118,7 @@ class TransportConfig(Section):
     send_buffer_bytes: PositiveInt = Field(128 * MIB, description="registered memory that codes leave from")
     window: PositiveInt = Field(8, description="writes outstanding per peer")
     write_timeout_s: PositiveFloat = Field(5.0, description="deadline of one write, counted from its post")
-    transfer_timeout_s: PositiveFloat = Field(30.0, description="deadline of a prompt's codes, from the grant")
+    transfer_timeout_s: PositiveFloat = Field(30.0, description="deadline of a prompt's codes, from their first byte")
     nixl_progress_delay_us: PositiveInt = Field(1000, description="pause of NIXL's progress thread; 0 would spin")
 
 
@@ -350,3 +350,48 @@ def _child(node: yaml.Node | None, part: int | str) -> tuple[int, yaml.Node] | N
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def reference() -> str:
+    """The text of docs/configuration.md: every key of a pair file with its type, default and meaning."""
+    lines = [
+        "# Keys of a pair file",
+        "",
+        "Written by `python -m scd_trt.config`; relative paths are relative to the file.",
+        "",
+    ]
+    lines += ["| key | default | allowed | meaning |", "|---|---|---|---|"]
+    lines += [
+        f"| `{key}` | {default} | {kind} | {text} |" for key, default, kind, text in _reference_rows(PairConfig, "")
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _reference_rows(
+    section: type[BaseModel], prefix: str, shown: BaseModel | None = None
+) -> Iterator[tuple[str, str, str, str]]:
+    for name, field in section.model_fields.items():
+        annotation: Any = field.annotation
+        default = getattr(shown, name) if shown else field.default
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from _reference_rows(annotation, f"{prefix}{name}.", None if field.is_required() else default)
+            continue
+        choices = [f"`{value}`" for value in _literal_values(annotation)] + [_type_name(annotation)]
+        required = field.is_required() and shown is None
+        text = (field.description or "").replace("|", r"\|")
+        yield f"{prefix}{name}", "required" if required else f"`{default}`", ", ".join(filter(None, choices)), text
+
+
+def _type_name(annotation: Any) -> str:
+    """Plain words for a field's type; empty where only literals are allowed."""
+    words = {str: "text", int: "whole number", float: "number", Path: "path", bool: "yes or no"}
+    branches = get_args(annotation) or (annotation,)
+    names = [words.get(branch) or ("list" if get_origin(branch) is tuple else "") for branch in branches]
+    names += [
+        "whole number" for branch in branches if get_args(branch)[:1] == (int,) and get_origin(branch) is not tuple
+    ]
+    return " or ".join(sorted(filter(None, names)))
+
+
+if __name__ == "__main__":
+    (Path(__file__).parents[1] / "docs" / "configuration.md").write_text(reference(), encoding="utf-8")

@@ -37,7 +37,7 @@ from torch import Tensor
 from scd_trt.config import Dtype, ScdError
 from scd_trt.model_spec import ModelSpec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION: Literal[1] = 1
 MANIFEST_FILE = "translator.json"
 TENSORS_FILE = "translator.safetensors"
 MAX_MANIFEST_BYTES = 16 << 20
@@ -96,7 +96,15 @@ class Manifest(_Frozen):
     @property
     def fingerprint(self) -> str:
         """Names what both servers must share: format, pair, modes, code layout and maps (32 hex digits)."""
-        body = self.model_dump(mode="json", exclude={"quality", "name", "config_digest"})
+        # names of directories differ between hosts; weights and vocabulary are compared by their digests
+        unnamed: dict[str, bool | set[str]] = {
+            "quality": True,
+            "name": True,
+            "config_digest": True,
+            "producer": {"name"},
+            "consumer": {"name"},
+        }
+        body = self.model_dump(mode="json", exclude=unnamed)
         text = json.dumps(body, sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -104,10 +112,10 @@ class Manifest(_Frozen):
         """Bytes of one token's codes of one layer."""
         mode = self.layers[layer]
         if isinstance(mode, ReuseMode):
-            return (mode.r_k + mode.r_v) * getattr(torch, self.code_dtype).itemsize
+            return (mode.r_k + mode.r_v) * _itemsize(self.code_dtype)
         if isinstance(mode, PatchMode):
-            return mode.r_h * getattr(torch, self.code_dtype).itemsize
-        return 2 * self.consumer.num_kv_heads * self.consumer.head_dim * getattr(torch, self.raw_dtype).itemsize
+            return mode.r_h * _itemsize(self.code_dtype)
+        return 2 * self.consumer.num_kv_heads * self.consumer.head_dim * _itemsize(self.raw_dtype)
 
     @property
     def bytes_per_token(self) -> tuple[int, ...]:
@@ -118,7 +126,7 @@ class Manifest(_Frozen):
     def dense_bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in the pool's dtype: what sending the cache itself would cost."""
         spec = self.consumer
-        return spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * getattr(torch, self.raw_dtype).itemsize
+        return spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * _itemsize(self.raw_dtype)
 
     @property
     def patch_layers(self) -> tuple[int, ...]:
@@ -194,6 +202,7 @@ def build(manifest_fields: Mapping[str, Any], layers: tuple[LayerMaps, ...]) -> 
     manifest = Manifest(
         layers=tuple(_mode_of(maps) for maps in layers), tensors_digest=_digest(data), **manifest_fields
     )
+    _check_groups(Path(manifest.name), manifest)
     translator = Translator(manifest, layers)
     _check_shapes(translator)
     return translator
@@ -243,7 +252,7 @@ def load_manifest(directory: Path) -> Manifest:
         data = json.loads(path.read_bytes())
     except OSError as error:
         raise TranslatorError(f"{path}: cannot be read ({error}); run `scd-trt distill PAIR.yaml` first") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TranslatorError(f"{path}: not JSON ({error}); the file is truncated or edited") from error
     return _parse_manifest(path, data)
 
@@ -297,6 +306,8 @@ def _check_shapes(translator: Translator) -> None:
                 raise TranslatorError(
                     f"layer {index} {name}: {tuple(found.shape)} {found.dtype}; expected {expected} torch.float32"
                 )
+            if not bool(found.isfinite().all()):
+                raise TranslatorError(f"layer {index} {name}: holds values that are not finite; distil again")
 
 
 def _expected_shapes(
@@ -375,6 +386,11 @@ def _read_layers(manifest: Manifest, tensors: dict[str, Tensor], path: Path) -> 
         raise TranslatorError(
             f"{path}: {len(remaining)} tensors that the manifest does not know: {sorted(remaining)[:3]}"
         )
+
+
+def _itemsize(dtype: Dtype) -> int:
+    found: torch.dtype = getattr(torch, dtype)
+    return found.itemsize
 
 
 def _digest(data: bytes) -> str:

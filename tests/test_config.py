@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scd_trt.config import ConfigError, PairConfig, cache_root, load_pair
+from scd_trt.config import ConfigError, PairConfig, cache_root, load_pair, reference
 
 MINIMAL = """\
 name: demo
@@ -103,3 +103,9 @@ def test_any_value_in_any_place_is_an_explained_error(value: object) -> None:
         path.write_text(json.dumps({"name": value, "producer": value, "method": {"r_k": value}}))
         with pytest.raises(ConfigError, match="producer"):
             load_pair(path)
+
+
+def test_reference_page_is_current_and_names_every_section() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == reference(), "run `python -m scd_trt.config`"
+    assert "| `servers.decode.control_port` | `8102` | whole number |" in page
