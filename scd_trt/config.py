@@ -147,6 +147,16 @@ class StoreConfig(Section):
     ttl_s: PositiveFloat = Field(600.0, description="time to live of an entry since its last use")
 
 
+class DecisionSettings(Section):
+    """How the router weighs codes against the consumer's own prefill."""
+
+    objective: Literal["offload", "latency"] = Field("offload", description="what counts as the cost of sending")
+    max_ratio: PositiveFloat = Field(1.0, description="send while its cost is at most this many local prefills")
+    min_sent_tokens: PositiveInt = Field(1, description="fewer tokens than this are never sent")
+    measurement_ttl_s: PositiveFloat = Field(60.0, description="measured rates are forgotten after this time")
+    prefill_retry_s: PositiveFloat = Field(2.0, description="a prefill worker that failed is left alone for this time")
+
+
 class RouterConfig(Section):
     """The OpenAI endpoint that clients talk to."""
 
@@ -156,6 +166,7 @@ class RouterConfig(Section):
     landing_timeout_s: NonNegativeFloat = Field(5.0, description="longest wait for codes after prefill has answered")
     request_timeout_s: PositiveFloat = Field(600.0, description="longest wait for the decode worker")
     max_request_bytes: PositiveInt = Field(4 * MIB, description="largest request body")
+    decision: DecisionSettings = DecisionSettings()
 
 
 class WorkerConfig(Section):

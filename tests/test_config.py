@@ -93,7 +93,9 @@ def test_method_digest_follows_the_method_and_not_the_servers(tmp_path: Path) ->
     assert load(tmp_path, MINIMAL + "method: {seed: 1}\n").method_digest() != base
 
 
-@given(st.recursive(st.none() | st.integers() | st.text() | st.floats(allow_nan=False), lambda x: st.lists(x, max_size=3)))
+@given(
+    st.recursive(st.none() | st.integers() | st.text() | st.floats(allow_nan=False), lambda x: st.lists(x, max_size=3))
+)
 def test_any_value_in_any_place_is_an_explained_error(value: object) -> None:
     import json
     import tempfile

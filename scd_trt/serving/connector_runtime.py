@@ -1,0 +1,182 @@
+"""What the connector's scheduler and worker halves share in one process: translator, code session, and who holds what.
+
+Built once per process, from a pair file and a role. The embedded engine builds it and hands it to both halves; inside
+TensorRT-LLM both halves ask `runtime_from_environment`, because the engine constructs them with its own arguments only and
+passes no variables but `TLLM*` and `TRTLLM*` to its ranks:
+
+    TLLM_SCD_CONFIG   path of the pair file
+    TLLM_SCD_ROLE     prefill or decode
+
+Ownership: `unfinished_pushes` holds every push between its plan and its `finish` or `abort`; `promises` holds the pins of
+promised blocks between the scheduler's promise and the worker's load. Both are used by the engine's thread only.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+
+from scd_trt import kv_cache
+from scd_trt import translator as translators
+from scd_trt.config import PairConfig, ScdError, load_pair
+from scd_trt.kv_cache import KvLayout
+from scd_trt.model_spec import ModelSpec
+from scd_trt.serving.connector_api import ConnectorRequest
+from scd_trt.transfer.session import Consumer, PinnedBlocks, Producer, Push, open_transport
+from scd_trt.transfer.store import CodeStore
+from scd_trt.transfer.wire import CodeLayout
+from scd_trt.translator import Translator
+
+Role = Literal["prefill", "decode"]
+CONFIG_VARIABLE = "TLLM_SCD_CONFIG"
+ROLE_VARIABLE = "TLLM_SCD_ROLE"
+_process_lock = threading.Lock()
+_process_runtime: list[ConnectorRuntime] = []
+
+
+class ConnectorError(ScdError):
+    """The connector cannot be built as asked; the message names the setting."""
+
+
+class ConnectorOrderError(RuntimeError):
+    """The engine called the connector in an order that would corrupt the cache: a bug, not a peer's fault."""
+
+
+@dataclass
+class ConnectorRuntime:
+    """See the module's docstring.
+
+    Attributes:
+        translator: fitted maps; its fingerprint is part of every block key.
+        layout: shape of codes.
+        producer: the sending session (prefill role).
+        consumer: the receiving session (decode role).
+        store: codes by block key; on the decode side the same object as `consumer.store`.
+    """
+
+    translator: Translator
+    layout: CodeLayout
+    store: CodeStore
+    producer: Producer | None = None
+    consumer: Consumer | None = None
+    unfinished_pushes: dict[str, Push] = field(default_factory=dict)
+    promises: dict[int, PinnedBlocks] = field(default_factory=dict)
+
+    @property
+    def role(self) -> Role:
+        """Which half of the pair this process runs."""
+        return "prefill" if self.producer is not None else "decode"
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens of one KV block."""
+        return self.layout.tokens_per_block
+
+    def require_producer(self) -> Producer:
+        """The sending session.
+
+        Raises:
+            ConnectorError: this process is a decode server.
+        """
+        if self.producer is None:
+            raise ConnectorError(f"the prefill connector was given a runtime of role {self.role}")
+        return self.producer
+
+    def require_consumer(self) -> Consumer:
+        """The receiving session.
+
+        Raises:
+            ConnectorError: this process is a prefill server.
+        """
+        if self.consumer is None:
+            raise ConnectorError(f"the decode connector was given a runtime of role {self.role}")
+        return self.consumer
+
+    def kv_layout(self, spec: ModelSpec, pool: Tensor) -> KvLayout:
+        """Layout that the engine's pool must have: the model's shape, our blocks, the pool's own dtype."""
+        return KvLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, self.tokens_per_block, pool.dtype)
+
+    def sent_block_keys(self, token_ids: list[int], salt: str) -> list[bytes]:
+        """Keys of the blocks of a prompt that travel as codes: the full ones before its last token."""
+        scope = kv_cache.scope(fingerprint=self.translator.manifest.fingerprint, salt=salt)
+        num_blocks = kv_cache.num_sent_blocks(len(token_ids), self.tokens_per_block)
+        prefix = token_ids[: num_blocks * self.tokens_per_block]
+        return kv_cache.block_keys(prefix, tokens_per_block=self.tokens_per_block, scope=scope)
+
+    @classmethod
+    def open(cls, config: PairConfig, role: Role) -> ConnectorRuntime:
+        """Load the pair's translator and open the session of a role.
+
+        Raises:
+            TranslatorError, ControlError, LibraryError: see `translator.load`, `session`.
+        """
+        translator = translators.load(config.translator_path())
+        return cls.open_with(translator, config, role)
+
+    @classmethod
+    def open_with(
+        cls, translator: Translator, config: PairConfig, role: Role, *, listen: str | None = None
+    ) -> ConnectorRuntime:
+        """The same with a translator that is loaded already, and perhaps another control address than the pair's."""
+        layout = CodeLayout(config.engine.tokens_per_block, translator.manifest.bytes_per_token)
+        store = CodeStore(config.store)
+        worker = config.servers.prefill if role == "prefill" else config.servers.decode
+        session: dict[str, Any] = {
+            "config": config.transport,
+            "control": config.control,
+            "listen": listen or f"{worker.host}:{worker.control_port}",
+            "fingerprint": translator.manifest.fingerprint,
+            "layout": layout,
+        }
+        transport = open_transport(config.transport)
+        if role == "prefill":
+            return cls(translator, layout, store, producer=Producer(transport, **session))
+        return cls(translator, layout, store, consumer=Consumer(transport, store=store, **session))
+
+    def close(self) -> None:
+        """End the session; pending pushes fail, pins are released."""
+        for push in self.unfinished_pushes.values():
+            push.abort("aborted")
+        for pinned in self.promises.values():
+            pinned.release()
+        self.unfinished_pushes.clear()
+        self.promises.clear()
+        for session in (self.producer, self.consumer):
+            if session is not None:
+                session.close()
+
+
+def runtime_from_environment() -> ConnectorRuntime:
+    """The runtime of this process, opened at the first call; scheduler and worker are built at the same time.
+
+    Raises:
+        ConnectorError: a variable is missing or wrong.
+        ScdError: the pair file or the artifact is wrong, or the session cannot be opened.
+    """
+    with _process_lock:
+        if not _process_runtime:
+            _process_runtime.append(_open_from_environment())
+        return _process_runtime[0]
+
+
+def _open_from_environment() -> ConnectorRuntime:
+    path, given = os.environ.get(CONFIG_VARIABLE), os.environ.get(ROLE_VARIABLE)
+    if not path:
+        raise ConnectorError(f"{CONFIG_VARIABLE} is not set; it must name the pair file")
+    role = next((role for role in get_args(Role) if role == given), None)
+    if role is None:
+        raise ConnectorError(f"{ROLE_VARIABLE} is {given!r}; it must be prefill or decode")
+    return ConnectorRuntime.open(load_pair(Path(path)), role)
+
+
+def request_salt(request: ConnectorRequest) -> str:
+    """The cache salt of a request as text: its `cache_salt` where the engine keeps it, else the salt's number."""
+    salt = getattr(request, "cache_salt", None)
+    if isinstance(salt, str):
+        return salt
+    return "" if request.cache_salt_id is None else str(request.cache_salt_id)

@@ -1,0 +1,143 @@
+"""The record of one handover, the journey of one prompt's codes from the prefill to the decode worker.
+
+Owns `Handover`, which becomes `usage.scd` of the answer and the samples of the metrics, and the names of the reasons why a
+decode worker prefilled by itself. Pure: who fills it in is `courier.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from scd_trt.serving.decision import Decision
+from scd_trt.serving.metrics import TransferSample
+from scd_trt.transfer.messages import TransferReport
+from scd_trt.transfer.states import FALLBACK_REASONS
+from scd_trt.transfer.wire import new_transfer_id
+
+# Reasons of the router itself; those of a transfer are `transfer.states.FallbackReason`.
+RouterReason = Literal[
+    "too_short",
+    "several_prompts",
+    "prefill_down",
+    "too_costly",
+    "too_long",
+    "control_unreachable",
+    "control_error",
+    "not_granted",
+    "prefill_unreachable",
+    "prefill_died",
+    "prefill_timeout",
+    "prefill_busy",
+    "prefill_error",
+    "prefill_refused",
+    "landing_timeout",
+    "not_matched",
+]
+REASONS: tuple[str, ...] = tuple(dict.fromkeys((*get_args(RouterReason), *FALLBACK_REASONS)))
+Stage = Literal["expect", "prefill", "encode", "transfer", "wait", "decode_codes", "first_token"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+
+@dataclass(frozen=True)
+class CodeTerms:
+    """What the router knows of the pair's translator."""
+
+    fingerprint: str
+    bytes_per_token: int
+    dense_bytes_per_token: int
+
+
+@dataclass
+class Handover:
+    """What happened to one request's codes.
+
+    Attributes:
+        choice: `stored` where the decode worker had the whole prefix already.
+        fallback: why the decode worker prefilled by itself; None where it did not.
+        prefill_computed_tokens: prompt tokens that the prefill worker did not have cached.
+        stages_s: what the router timed itself.
+        report: what the decode worker knows of the transfer, fetched after its answer.
+    """
+
+    transfer_id: str = field(default_factory=new_transfer_id)
+    start_s: float = field(default_factory=time.perf_counter)
+    prompt_tokens: int = 0
+    choice: Literal["send", "local", "stored"] = "local"
+    decision: Decision | None = None
+    stored_blocks: int = 0
+    granted_blocks: int = 0
+    fallback: str | None = None
+    prefill_computed_tokens: int = 0
+    stages_s: dict[Stage, float] = field(default_factory=dict)
+    report: TransferReport | None = None
+
+    def elapsed_s(self) -> float:
+        """Seconds since the request arrived."""
+        return time.perf_counter() - self.start_s
+
+    def is_unmatched(self, usage: Mapping[str, Any] | None, tokens_per_block: int) -> bool:
+        """True where codes lay ready and the engine used neither them nor blocks of its own."""
+        if self.report is None or usage is None or self.report.matched_tokens != 0:
+            return False
+        return cached_tokens(usage) < tokens_per_block
+
+    def sample(self, terms: CodeTerms, tokens_per_block: int) -> TransferSample:
+        """The handover as metrics count it."""
+        report = self.report
+        failed = self.fallback is not None and self.fallback != "not_matched"
+        return TransferSample(
+            outcome="failed" if failed else "stored" if self.choice == "stored" else "landed",
+            sent_bytes=report.bytes_received if report else 0,
+            dense_bytes=self._dense_bytes(terms, tokens_per_block),
+            encode_s=_seconds(report.encode_ms if report else None),
+            transfer_s=_seconds(report.transfer_ms if report else None),
+            decode_s=_seconds(report.decode_ms if report else None),
+        )
+
+    def as_usage(self, terms: CodeTerms, tokens_per_block: int) -> dict[str, Any]:
+        """`usage.scd`. Values that nobody knows are null."""
+        report, decision = self.report, self.decision
+        sent_bytes = report.bytes_received if report else 0
+        dense_bytes = self._dense_bytes(terms, tokens_per_block)
+        return {
+            "transfer_id": self.transfer_id,
+            "decision": self.choice,
+            "decision_reason": decision.reason if decision else None,
+            "fallback": self.fallback,
+            "prompt_tokens": self.prompt_tokens,
+            "matched_tokens": report.matched_tokens if report else None,
+            "stored_blocks": self.stored_blocks,
+            "bytes_sent": sent_bytes,
+            "dense_bytes": dense_bytes,
+            "ratio": round(dense_bytes / sent_bytes, 4) if sent_bytes else None,
+            "ms": self._milliseconds(),
+        }
+
+    def _dense_bytes(self, terms: CodeTerms, tokens_per_block: int) -> int:
+        num_landed = self.report.num_landed if self.report else 0
+        return num_landed * tokens_per_block * terms.dense_bytes_per_token
+
+    def _milliseconds(self) -> dict[Stage, float | None]:
+        found: dict[Stage, float | None] = dict.fromkeys(STAGES)
+        found |= {stage: 1000 * seconds for stage, seconds in self.stages_s.items()}
+        if self.report is not None:
+            found |= {
+                "encode": self.report.encode_ms,
+                "transfer": self.report.transfer_ms,
+                "decode_codes": self.report.decode_ms,
+            }
+        return {stage: None if value is None else round(value, 3) for stage, value in found.items()}
+
+
+def cached_tokens(usage: Mapping[str, Any] | None) -> int:
+    """Prompt tokens that a worker did not compute, by its usage; 0 where it does not say."""
+    details = usage.get("prompt_tokens_details") if usage else None
+    cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
+    return cached if isinstance(cached, int) else 0
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

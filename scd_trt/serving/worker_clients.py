@@ -1,0 +1,199 @@
+"""The two workers as the router sees them over HTTP: requests out, answers or reasons back.
+
+`DecodeClient` forwards a request and hands its answer on as it comes. Its failures, before or after the first byte, become
+`ApiError` (502: unreachable, broken connection, nonsense; 504: too slow; 503: too many requests at once); an error status
+of the worker itself is `DecodeRefusedError`, which keeps status, body and `Retry-After` as they were. Nothing is read
+ahead: the worker is slowed down by a slow client.
+
+`PrefillClient` runs a prompt for the sake of its codes. Its failures are reasons, never exceptions: nobody waits for a
+prefill but the router, and the answer does not depend on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from fastapi.responses import Response
+
+from scd_trt.serving.handover import RouterReason, cached_tokens
+from scd_trt.serving.openai_schema import ApiError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 2.0
+HEALTH_TIMEOUT_S = 2.0
+MAX_EVENT_BYTES = 1 << 20
+_END_OF_EVENT = b"\n\n"
+
+
+def worker_url(host: str, port: int) -> str:
+    """URL of a worker's OpenAI endpoint."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def is_alive(client: httpx.AsyncClient, url: str) -> bool:
+    """True where GET `url`/health answers 200 soon."""
+    try:
+        response = await client.get(f"{url}/health", timeout=HEALTH_TIMEOUT_S)
+    except httpx.TransportError:
+        return False
+    return response.status_code == httpx.codes.OK
+
+
+class DecodeRefusedError(Exception):
+    """The decode worker answered with an error status; it is passed on unchanged."""
+
+    def __init__(self, status: int, body: bytes, retry_after: str | None) -> None:
+        super().__init__(f"the decode worker answered {status}")
+        self.status = status
+        self.body = body
+        self.retry_after = retry_after
+
+    def response(self) -> Response:
+        """The same answer for our client."""
+        headers = {} if self.retry_after is None else {"Retry-After": self.retry_after}
+        return Response(self.body, status_code=self.status, media_type="application/json", headers=headers)
+
+
+class DecodeClient:
+    """Requests to one decode worker.
+
+    Args:
+        client: not closed here.
+        timeout_s: longest silence of the worker.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, url: str, *, timeout_s: float) -> None:
+        self._client = client
+        self._url = url
+        self._timeout_s = timeout_s
+
+    @asynccontextmanager
+    async def answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
+        """Forward a request; the answer's body has not been read yet.
+
+        Raises:
+            ApiError, DecodeRefusedError: see the module; also while the body is read inside the block.
+        """
+        all_headers = {**headers, "content-type": "application/json"}
+        try:
+            async with self._client.stream(
+                "POST", self._url + path, content=body, headers=all_headers, timeout=_limits(self._timeout_s)
+            ) as response:
+                if response.status_code != httpx.codes.OK:
+                    retry_after = response.headers.get("retry-after")
+                    raise DecodeRefusedError(response.status_code, await response.aread(), retry_after)
+                yield response
+        except httpx.PoolTimeout as error:
+            message = "The router has too many requests under way"
+            raise ApiError(503, message, kind="server_error", code="router_busy", retry_after_s=1) from error
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise decode_failed(f"cannot be reached at {self._url}: {error}") from error
+        except httpx.TimeoutException as error:
+            raise decode_failed(f"was silent for {self._timeout_s:g} s", status=504) from error
+        except httpx.TransportError as error:
+            raise decode_failed(f"closed the connection before its answer was complete: {error}") from error
+
+    async def is_alive(self) -> bool:
+        """See `is_alive`."""
+        return await is_alive(self._client, self._url)
+
+
+async def events(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """Whole server-sent events, their blank line included, each as soon as it is complete.
+
+    Raises:
+        ApiError: an event of more than `MAX_EVENT_BYTES`.
+    """
+    waiting = b""
+    async for part in response.aiter_bytes():
+        *whole, waiting = (waiting + part).split(_END_OF_EVENT)
+        for event in whole:
+            yield event + _END_OF_EVENT
+        if len(waiting) > MAX_EVENT_BYTES:
+            raise decode_failed(f"sent an event of more than {MAX_EVENT_BYTES} bytes")
+    if waiting:
+        yield waiting
+
+
+def decode_failed(what: str, *, status: int = 502) -> ApiError:
+    """The error that a client gets when the decode worker fails."""
+    return ApiError(status, f"The decode worker {what}", kind="server_error", code="decode_unavailable")
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """How a prefill went: None or the reason why it failed, its time, and the prompt tokens that were cached there."""
+
+    reason: RouterReason | None
+    seconds: float
+    cached_tokens: int = 0
+
+
+class PrefillClient:
+    """Requests to one prefill worker.
+
+    Args:
+        client: not closed here.
+        timeout_s: longest time that a prefill may take.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, url: str, *, model: str, timeout_s: float) -> None:
+        self._client = client
+        self._url = f"{url}/v1/completions"
+        self._model = model
+        self._timeout_s = timeout_s
+
+    async def run(self, prompt: Sequence[int], *, salt: str, headers: Mapping[str, str]) -> PrefillResult:
+        """Run a prompt, with one token of answer."""
+        # Token ids, not text: the producer's own chat template could cut the conversation differently.
+        body: dict[str, Any] = {"model": self._model, "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
+        if salt:
+            body["cache_salt"] = salt
+        begin_s = time.perf_counter()
+        try:
+            posting = self._client.post(self._url, json=body, headers=headers, timeout=_limits(self._timeout_s))
+            response = await asyncio.wait_for(posting, self._timeout_s)
+        except (httpx.TransportError, asyncio.TimeoutError) as error:
+            logger.warning("prefill worker %s: %s %s", self._url, type(error).__name__, error)
+            return PrefillResult(_transport_reason(error), time.perf_counter() - begin_s)
+        reason = _status_reason(response)
+        if reason is not None:
+            logger.warning("prefill worker %s answered %d: %s", self._url, response.status_code, response.text[:500])
+        return PrefillResult(reason, time.perf_counter() - begin_s, cached_tokens(_usage(response)))
+
+
+def _transport_reason(error: Exception) -> RouterReason:
+    if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)):
+        return "prefill_unreachable"
+    if isinstance(error, (httpx.TimeoutException, asyncio.TimeoutError)):
+        return "prefill_timeout"
+    return "prefill_died"
+
+
+def _status_reason(response: httpx.Response) -> RouterReason | None:
+    if response.status_code == httpx.codes.OK:
+        return None
+    if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+        return "prefill_busy"
+    return "prefill_error" if response.is_server_error else "prefill_refused"
+
+
+def _usage(response: httpx.Response) -> Mapping[str, Any] | None:
+    try:
+        answer = response.json()
+    except ValueError:
+        return None
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    return usage if isinstance(usage, dict) else None
+
+
+def _limits(timeout_s: float) -> httpx.Timeout:
+    return httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))

@@ -1,0 +1,142 @@
+"""The command line: what it prints, in which form, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from serving_pairs import TinyPair, write_pair
+
+from scd_trt.translator import TENSORS_FILE
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return write_pair(tmp_path_factory.mktemp("cli"), policy="paper")
+
+
+@pytest.fixture(scope="module")
+def distilled(pair: TinyPair) -> TinyPair:
+    run("distill", str(pair.file))
+    return pair
+
+
+def run(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, as a user runs it; the exit status is part of the contract."""
+    done = subprocess.run(
+        [sys.executable, "-m", "scd_trt.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"COLUMNS": "200"},
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def test_help_teaches_and_names_every_command() -> None:
+    text = run("--help").stdout
+    for command in ("distill", "evaluate", "serve", "inspect", "check", "demo"):
+        assert command in text
+
+
+def test_check_explains_and_exits_with_two(pair: TinyPair, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(pair.file.read_text().replace("policy: paper", "policy: papr"))
+    assert "pair.yaml: ok" in run("check", str(pair.file)).stdout
+    report = json.loads(run("check", "--json", str(pair.file), str(wrong), status=2).stdout)
+    assert report[str(pair.file)] == {"ok": True, "errors": []}
+    assert "did you mean 'paper'?" in report[str(wrong)]["errors"][0]
+
+
+def test_dry_run_says_what_would_be_done_and_writes_nothing(pair: TinyPair, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "pair.yaml"
+    elsewhere.write_text(pair.file.read_text().replace(str(pair.config.translator), str(tmp_path / "translator")))
+    planned = json.loads(run("distill", str(elsewhere), "--dry-run", "--json").stdout)
+    assert planned["forward_tokens"] > 0
+    assert list(tmp_path.iterdir()) == [elsewhere]
+
+
+def test_distil_then_inspect(distilled: TinyPair) -> None:
+    shown = json.loads(run("inspect", str(distilled.config.translator), "--json").stdout)
+    assert shown["bytes_per_token"] < shown["dense_bytes_per_token"]
+    assert [layer["mode"] for layer in shown["layers"]].count("patch") <= 1
+    again = json.loads(run("distill", str(distilled.file), "--json").stdout)
+    assert again["fingerprint"] == shown["fingerprint"]
+    assert "bytes per token" in run("inspect", str(distilled.config.translator)).stdout
+
+
+def test_inspect_model(pair: TinyPair) -> None:
+    assert json.loads(run("inspect", str(pair.consumer), "--json").stdout)["num_layers"] == 3
+
+
+@pytest.mark.parametrize("target", ["/nowhere/at/all", "package:no-such-model"])
+def test_wrong_targets_are_named_without_a_trace(target: str) -> None:
+    done = run("inspect", target, status=2)
+    assert target.removeprefix("package:") in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_port_in_use_is_named(distilled: TinyPair) -> None:
+    port = distilled.config.servers.router.port
+    with socket.create_server(("127.0.0.1", port)):
+        done = run("serve", "router", str(distilled.file), status=2)
+    assert f"127.0.0.1:{port}" in done.stderr
+    assert "servers.router.port" in done.stderr
+
+
+def test_serving_without_a_translator_says_how_to_make_one(pair: TinyPair, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "pair.yaml"
+    elsewhere.write_text(pair.file.read_text().replace(str(pair.config.translator), str(tmp_path / "translator")))
+    assert "scd-trt distill" in run("serve", "decode", str(elsewhere), status=2).stderr
+
+
+def test_truncated_artifact_is_refused(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path, policy="paper")
+    run("distill", str(pair.file))
+    tensors = pair.config.translator_path() / TENSORS_FILE
+    tensors.write_bytes(tensors.read_bytes()[:-1])
+    done = run("serve", "prefill", str(pair.file), status=2)
+    assert "truncated or edited" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_translator_of_another_pair_is_refused(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path, policy="paper")
+    run("distill", str(pair.file))
+    swapped = tmp_path / "swapped.yaml"
+    text = pair.file.read_text()
+    swapped.write_text(
+        text.replace(str(pair.producer), "X")
+        .replace(str(pair.consumer), str(pair.producer))
+        .replace("X", str(pair.consumer))
+    )
+    done = run("serve", "prefill", str(swapped), status=2)
+    assert "translator of another producer" in done.stderr
+
+
+def test_pair_of_different_shape_is_refused(tmp_path: Path) -> None:
+    from tiny_models import save_tiny_model
+
+    pair = write_pair(tmp_path, policy="paper")
+    save_tiny_model(tmp_path / "deeper", num_hidden_layers=4)
+    other = tmp_path / "other.yaml"
+    other.write_text(pair.file.read_text().replace(str(pair.consumer), str(tmp_path / "deeper")))
+    done = run("distill", str(other), status=2)
+    assert "num_layers" in done.stderr
+    assert "3" in done.stderr
+    assert "4" in done.stderr
+
+
+def test_empty_calibration_text_is_refused(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path, policy="paper")
+    for file in (tmp_path / "texts").iterdir():
+        file.write_text("")
+    done = run("distill", str(pair.file), status=2)
+    assert "0 tokens" in done.stderr or "no " in done.stderr
+    assert "Traceback" not in done.stderr
