@@ -42,7 +42,8 @@ serve_app = typer.Typer(
     no_args_is_help=True, help="Run a server of a pair: `prefill`, `decode`, `router`, or `all` three."
 )
 app.add_typer(serve_app, name="serve")
-stdout = Console()
+# a pipe has no width: tables must not be cut to the 80 columns of an imagined terminal
+stdout = Console(width=None if sys.stdout.isatty() else 160)
 stderr = Console(stderr=True)
 
 PairFile = Annotated[
@@ -193,9 +194,9 @@ def print_quality(quality: dict[str, Any]) -> None:
     if not rows:
         return
     columns = list(next(iter(rows.values())))
-    table = Table("cache given to the consumer", *columns, title="Held-out quality")
+    table = Table("cache", *(column.replace("_", " ") for column in columns), title="Held-out quality of the consumer")
     for name, values in rows.items():
-        table.add_row(name, *(_number(values.get(column)) for column in columns))
+        table.add_row(name.replace("_", " "), *(_number(values.get(column)) for column in columns))
     stdout.print(table)
 
 

@@ -663,6 +663,7 @@ def test_promised_codes_survive_a_store_that_fills_up(loading: Loading) -> None:
     entry = bytes(loading.runtime.layout.block_bytes)
     for index in range(20):
         store.put(bytes([index]) * 16, entry)
+    assert loading.num_pinned == 6
     loading.scheduler.update_state_after_alloc(request, BLOCKS)
     loading.run_layers(loading.scheduler.build_connector_meta(SchedulerOutput()))
     assert not (loading.view[BLOCKS[:6]] == POISON).any()
@@ -730,23 +731,36 @@ def test_a_patch_layer_without_its_attention_input_is_an_error(start: StartServe
         assert hand_over(sender.server, decode, sender.prompt, during=step).reason == "aborted"
 
 
-def test_an_iteration_presented_twice_is_sent_once(start: StartServer, model_a: LoadedModel) -> None:
-    decode = start("decode", model_a, paper_translator(model_a, model_a))
+def test_an_iteration_presented_twice_counts_once(start: StartServer, model_a: LoadedModel) -> None:
+    translator = paper_translator(model_a, model_a)
+    decode = start("decode", model_a, translator)
+    x_TM = torch.randn(50, model_a.spec.hidden_size)
     with sending(model_a, decode) as sender:
 
-        def step() -> None:
-            sender.begin(computed_position=0, num_scheduled=20)
-            for _ in range(2):
-                sender.worker.start_load_kv(None)
-                for layer in range(NUM_LAYERS):
-                    sender.worker.save_attention_input(layer, torch.zeros(20, model_a.spec.hidden_size))
-                    sender.worker.save_kv_layer(layer, None)
-                sender.worker.wait_for_save(None)
-            (push,) = sender.server.runtime.unfinished_pushes.values()
-            assert push.reason is None
-            sender.scheduler.request_finished(sender.request, BLOCKS)
+        def run_layers(start_token: int, stop_token: int) -> None:
+            for layer in range(NUM_LAYERS):
+                sender.worker.save_attention_input(layer, x_TM[start_token:stop_token])
+                sender.worker.save_kv_layer(layer, None)
+            sender.worker.wait_for_save(None)
 
-        assert hand_over(sender.server, decode, sender.prompt, during=step).num_landed <= 2
+        def steps() -> None:
+            sender.begin(computed_position=0, num_scheduled=20)
+            run_layers(0, 20)
+            sender.worker.start_load_kv(None)
+            run_layers(0, 20)
+            rest = RequestData(1, [], [], 20, 30)
+            metadata = sender.scheduler.build_connector_meta(SchedulerOutput(cached_requests=[rest]))
+            sender.worker.bind_connector_meta(metadata)
+            sender.worker.start_load_kv(None)
+            run_layers(20, 50)
+
+        assert hand_over(sender.server, decode, sender.prompt, during=steps).num_landed == 6
+    patch = translator.layers[1]
+    assert isinstance(patch, PatchLayer)
+    with decode.runtime.require_consumer().pin(decode.keys(sender.prompt)) as pinned:
+        codes = torch.from_numpy(pinned.codes(1)).view(torch.float32)
+    # float32: products of other shapes add in another order
+    torch.testing.assert_close(codes, patch.encode_h(x_TM[:48]), rtol=1e-5, atol=1e-5)
 
 
 def test_layers_that_were_not_shown_are_an_error(start: StartServer, model_a: LoadedModel) -> None:

@@ -25,7 +25,7 @@ from scd_trt.serving.cpu_engine import (
     InvalidPromptError,
     PromptTooLongError,
 )
-from scd_trt.serving.sampling import SamplingError, SamplingParams, probabilities
+from scd_trt.serving.sampling import GREEDY_BELOW, Sampler, SamplingError, SamplingParams, probabilities
 
 MakeEngine = Callable[..., CpuEngine]
 
@@ -410,8 +410,24 @@ def test_temperature_and_top_k_shape_the_distribution() -> None:
     assert torch.allclose(halved, torch.softmax(logits * 2, -1))
     two = probabilities(logits, SamplingParams(max_tokens=1, top_k=2))
     assert two.nonzero().flatten().tolist() == [1, 2]
-    cold = probabilities(logits, SamplingParams(max_tokens=1, temperature=1e-30))
-    assert cold.tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-39, 1e-7, GREEDY_BELOW])
+def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+    sampler = Sampler(SamplingParams(max_tokens=1, temperature=temperature, seed=0))
+    assert all(sampler.choose(torch.tensor([100.0, 300.0, 299.0, -1000.0])).token_id == 1 for _ in range(20))
+
+
+def test_draws_follow_the_distribution() -> None:
+    params = SamplingParams(max_tokens=1, temperature=0.7, top_k=3, seed=1)
+    logits = torch.tensor([1.0, 2.0, 0.5, -1.0])
+    sampler = Sampler(params)
+    counts = torch.zeros(4)
+    for _ in range(4000):
+        counts[sampler.choose(logits).token_id] += 1
+    # standard error of a share is at most 0.008; five of them
+    assert torch.allclose(counts / 4000, probabilities(logits, params), atol=0.04)
+    assert counts[3] == 0
 
 
 @pytest.mark.parametrize(

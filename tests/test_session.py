@@ -28,7 +28,7 @@ from scd_trt.transfer.terms import Terms
 from scd_trt.transfer.transport import LoopbackHub, LoopbackTransport, RemoteArena
 from scd_trt.transfer.wire import CodeLayout, Notification, new_transfer_id
 
-FAST = ControlConfig(heartbeat_s=0.1, peer_timeout_s=1.0, lease_s=20.0)
+FAST = ControlConfig(heartbeat_s=0.1, peer_timeout_s=2.0, lease_s=20.0)
 MIB = 1 << 20
 FINGERPRINT = "fingerprint of a translator"
 

@@ -194,6 +194,7 @@ class Courier:
     async def _prefill_and_land(
         self, handover: Handover, prompt: Sequence[int], salt: str, headers: Mapping[str, str]
     ) -> str | None:
+        start_s = time.perf_counter()
         prefill = asyncio.create_task(self._run_prefill(handover, prompt, salt, headers))
         landing = asyncio.create_task(self._landing(handover))
         try:
@@ -207,7 +208,13 @@ class Courier:
             if not landing.done():
                 return "landing_timeout"
             if landing.result() is None:
+                landed_s = time.perf_counter() - start_s
+                handover.stages_s.setdefault("wait", 0.0)
                 await asyncio.wait((prefill,), timeout=PREFILL_GRACE_S)
+                if not prefill.done():
+                    # all that this request needed of it is there; its one token is not
+                    handover.stages_s["prefill"] = landed_s
+                    handover.prefill_computed_tokens = handover.prompt_tokens
             return landing.result()
         finally:
             prefill.cancel()

@@ -15,6 +15,8 @@ from torch import Tensor
 from scd_trt.config import ScdError
 
 MAX_LOGPROBS = 20
+GREEDY_BELOW = 1e-6
+"""Lower temperatures are greedy: float32 logits divided by them would overflow."""
 
 
 class SamplingError(ScdError):
@@ -83,7 +85,7 @@ class Sampler:
         """The next token."""
         logits_V = logits_V.float()
         logprobs_V = torch.log_softmax(logits_V, dim=-1)
-        if self._params.temperature == 0:
+        if self._params.temperature < GREEDY_BELOW:
             token_id = int(logits_V.argmax())
         else:
             probs_V = probabilities(logits_V, self._params)
@@ -94,9 +96,8 @@ class Sampler:
 
 
 def probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution that a token is drawn from (temperature above 0), float32 `[V]`."""
-    # relative to the maximum: a tiny temperature must not overflow
-    scaled_V = (logits_V.float() - logits_V.max()) / params.temperature
+    """The distribution that a token is drawn from (temperature of at least `GREEDY_BELOW`), float32 `[V]`."""
+    scaled_V = logits_V.float() / params.temperature
     if params.top_k is not None and params.top_k < scaled_V.numel():
         kth = scaled_V.topk(params.top_k).values[-1]
         scaled_V = scaled_V.masked_fill(scaled_V < kth, float("-inf"))
