@@ -3,9 +3,10 @@
 The producer of the pair is the untouched base model. What is trained on and what is measured never share a document
 (`scd_trt.corpus`): adapters learn from the `train` split, figures come from the `test` split.
 
-Packing. A tree is one context with all its questions. Trees are packed into sequences; a token attends to the earlier tokens of
-its own tree that belong to the context or to its own question, and positions continue after the context. So one forward pass over
-a context serves some thirty questions, and each sees exactly what it would see alone. The loss is on answer tokens only.
+Packing. A tree is one context with all its questions. Trees are packed into sequences; a token attends to the earlier
+tokens of its own tree that belong to the context or to its own question, and positions continue after the context. So one
+forward pass over a context serves some thirty questions, and each sees exactly what it would see alone. The loss is on
+answer tokens only.
 
 The same seed, one thread and the same library versions give the same adapter.
 """
@@ -13,6 +14,7 @@ The same seed, one thread and the same library versions give the same adapter.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import logging
 import random
@@ -24,18 +26,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache, LlamaForCausalLM
 
 from scd_trt.evaluate.metrics import bootstrap_interval
 from scd_trt.evaluate.tasks import TASKS, Question, exact_match, f1, num_shared_tokens, prompt, questions
-from scd_trt.models import materialize
+from scd_trt.models import load_model, load_tokenizer, materialize
 
 BASE = "package:smollm2-135m-instruct"
 NEUTRAL_BASE_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LINEAR_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MAX_ANSWER_TOKENS = 32
+# transformers renamed the argument; the old name now warns.
+CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+TRAINING_OPTIONS = ("seed", "epochs", "max_steps", "rank", "alpha", "learning_rate", "pack_tokens")
 
 log = logging.getLogger("smollm2_qa")
 
@@ -163,8 +168,8 @@ def learning_rate_factor(num_steps: int) -> Callable[[int], float]:
     return lambda step: min((step + 1) / warmup, (num_steps - step) / num_steps)
 
 
-def train(model: Any, tokenizer: Any, options: argparse.Namespace) -> float:
-    """Train the adapter in place; returns the seconds it took."""
+def train(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Train the adapter in place; returns what it took."""
     generator = random.Random(options.seed)
     found = [question for task in TASKS for question in questions(task, split="train", seed=options.seed)]
     packs = []
@@ -184,9 +189,16 @@ def train(model: Any, tokenizer: Any, options: argparse.Namespace) -> float:
         scheduler.step()
         optimizer.zero_grad()
         elapsed = time.perf_counter() - started
-        log.info("step %d/%d  loss %.3f  %.0f s, %.0f s left", step, len(packs), loss.item(), elapsed,
-                 elapsed / step * (len(packs) - step))
-    return time.perf_counter() - started
+        log.info(
+            "step %d/%d  loss %.3f  %.0f s, %.0f s left",
+            step,
+            len(packs),
+            loss.item(),
+            elapsed,
+            elapsed / step * (len(packs) - step),
+        )
+    num_tokens = sum(tree.num_tokens for pack in packs for tree in pack)
+    return {"num_steps": len(packs), "num_tokens": num_tokens, "seconds": round(time.perf_counter() - started)}
 
 
 @torch.inference_mode()
@@ -195,12 +207,19 @@ def answer(model: Any, tokenizer: Any, asked: Sequence[Question]) -> list[str]:
     prompts = [prompt_ids(tokenizer, question) for question in asked]
     shared = min(num_shared_tokens(prompts), min(map(len, prompts)) - 1)
     cache = DynamicCache()
-    model(input_ids=torch.tensor([prompts[0][:shared]]), past_key_values=cache, logits_to_keep=1)
+    next_logits(model, prompts[0][:shared], cache)
     answers = []
     for ids in prompts:
-        cache.crop(shared)
+        if cache.get_seq_length() > shared:
+            cache.crop(shared - cache.get_seq_length())
         answers.append(tokenizer.decode(greedy(model, cache, ids[shared:], tokenizer.eos_token_id)))
     return answers
+
+
+def next_logits(model: Any, ids: list[int], cache: DynamicCache) -> torch.Tensor:
+    """Append `ids` to the cache; logits [V] of what follows."""
+    logits: torch.Tensor = model(input_ids=torch.tensor([ids]), logits_to_keep=1, **{CACHE_ARGUMENT: cache}).logits
+    return logits[0, -1]
 
 
 def greedy(model: Any, cache: Any, ids: list[int], eos_id: int) -> list[int]:
@@ -208,8 +227,7 @@ def greedy(model: Any, cache: Any, ids: list[int], eos_id: int) -> list[int]:
     chosen: list[int] = []
     step = ids
     while len(chosen) < MAX_ANSWER_TOKENS:
-        logits = model(input_ids=torch.tensor([step]), past_key_values=cache, logits_to_keep=1).logits
-        token = int(logits[0, -1].argmax())
+        token = int(next_logits(model, step, cache).argmax())
         if token == eos_id:
             break
         chosen.append(token)
@@ -233,17 +251,39 @@ def measure(model: Any, tokenizer: Any, found: Sequence[Question]) -> dict[str, 
     return result
 
 
-def measure_all(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
+def measure_tasks(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
     return {
         task: measure(model, tokenizer, questions(task, split="test", limit=options.num_questions, seed=options.seed))
         for task in TASKS
     }
 
 
+@torch.inference_mode()
+def drift(base: Any, tuned: Any, tokenizer: Any, num_contexts: int = 8) -> dict[str, float]:
+    """|KV_tuned - KV_base| / |KV_base| over test contexts; both rotate alike, so rotation does not change the figure."""
+    found = questions("narrativeqa", split="test")
+    contexts = list(dict.fromkeys(question.context for question in found))[:num_contexts]
+    squares = {"keys": [0.0, 0.0], "values": [0.0, 0.0]}
+    for context in contexts:
+        ids = tokenizer(context, add_special_tokens=False)["input_ids"]
+        caches = DynamicCache(), DynamicCache()
+        for model, cache in zip((base, tuned), caches, strict=True):
+            next_logits(model, ids, cache)
+        for base_layer, tuned_layer in zip(caches[0].layers, caches[1].layers, strict=True):
+            for name in squares:
+                reference = getattr(base_layer, name).float()
+                squares[name][0] += (getattr(tuned_layer, name).float() - reference).square().sum().item()
+                squares[name][1] += reference.square().sum().item()
+    return {name: round((error / total) ** 0.5, 4) for name, (error, total) in squares.items()}
+
+
 def save_adapter(model: Any, directory: Path) -> None:
     """PEFT's directory format, weights in bf16 and no path of this machine in it."""
     directory.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in get_peft_model_state_dict(model).items()}
+    state = {
+        name: tensor.to(torch.bfloat16).contiguous()
+        for name, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items()
+    }
     save_file(state, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     config = model.peft_config["default"].to_dict()
     config |= {"base_model_name_or_path": NEUTRAL_BASE_NAME, "inference_mode": True}
@@ -252,41 +292,64 @@ def save_adapter(model: Any, directory: Path) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
 
 
-def load_base() -> tuple[Any, Any]:
-    directory = materialize(BASE)
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16), AutoTokenizer.from_pretrained(directory)
+def load(adapter: Path | None = None) -> Any:
+    """The base, or what serves with this adapter: merged and rounded to bf16."""
+    return load_model(materialize(BASE, adapter=adapter, progress=log.info), dtype="bfloat16").model
+
+
+def make_adapter(tokenizer: Any, options: argparse.Namespace) -> None:
+    """Train and write `adapter/` and `training.json`."""
+    torch.manual_seed(options.seed)
+    lora = LoraConfig(r=options.rank, lora_alpha=options.alpha, target_modules=LINEAR_LAYERS, task_type="CAUSAL_LM")
+    model = get_peft_model(load(), lora)
+    summary = train(model, tokenizer, options)
+    save_adapter(model, options.out / "adapter")
+    settings = {name: value for name, value in vars(options).items() if name in TRAINING_OPTIONS}
+    write_json(options.out / "training.json", settings | summary)
+
+
+def measure_adapter(tokenizer: Any, options: argparse.Namespace) -> None:
+    """Compare the adapter in `--out`, as it was written, with the base model; write `metrics.json`."""
+    base, tuned = load(), load(options.out / "adapter")
+    result: dict[str, Any] = {"num_questions_per_task": options.num_questions, "drift": drift(base, tuned, tokenizer)}
+    for name, model in (("base", base), ("tuned", tuned)):
+        log.info("measuring the %s model", name)
+        result[name] = measure_tasks(model, tokenizer, options)
+    write_json(options.out / "metrics.json", result)
+    log.info("%s", json.dumps(result, indent=2))
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="directory for adapter/ and metrics.json")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory for adapter/, training.json and metrics.json"
+    )
+    parser.add_argument("--stage", choices=("all", "train", "measure"), default="all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--max-steps", type=int, help="stop after this many packs (default: all)")
+    parser.add_argument("--max-steps", type=int, default=110, help="stop after this many packs")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--alpha", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--pack-tokens", type=int, default=2048, help="longest sequence to pack several contexts into")
     parser.add_argument("--num-questions", type=int, default=60, help="test questions per task")
-    parser.add_argument("--measure-only", action="store_true", help="measure the adapter that --out already holds")
     return parser.parse_args()
-
-
-def trained(options: argparse.Namespace, base: Any, tokenizer: Any) -> float:
-    lora = LoraConfig(r=options.rank, lora_alpha=options.alpha, target_modules=LINEAR_LAYERS, task_type="CAUSAL_LM")
-    model = get_peft_model(base, lora)
-    seconds = train(model, tokenizer, options)
-    save_adapter(model, options.out / "adapter")
-    return seconds
 
 
 def main() -> None:
     options = parse_arguments()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)
-    torch.manual_seed(options.seed)
-    base, tokenizer = load_base()
-    trained(options, base, tokenizer)
+    options.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer(materialize(BASE, progress=log.info))
+    if options.stage != "measure":
+        make_adapter(tokenizer, options)
+    if options.stage != "train":
+        measure_adapter(tokenizer, options)
 
 
 if __name__ == "__main__":
