@@ -527,7 +527,7 @@ def _merge_adapter(model: Any, adapter: Path) -> Any:
                 f"adapter {adapter} does not fit {model.config.model_type} weights: {error}"
             ) from error
     with safe_open(adapter / "adapter_model.safetensors", "pt") as stored:
-        unused = set(stored.keys()) ^ set(peft.get_peft_model_state_dict(adapted))
+        unused = set(stored.keys()) ^ set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
     if unused:
         raise ModelLoadError(f"adapter {adapter}: {len(unused)} tensors do not fit the model, such as {min(unused)}")
     return adapted.merge_and_unload(safe_merge=True)
