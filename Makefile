@@ -39,7 +39,7 @@ check: $(READY) ## format, lint, types, import order: yes or no
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/scd-trt check engine_configs/*/pair.yaml
+	$(BIN)/scd-trt check engine_configs/*/*.yaml
 
 format: $(READY) ## rewrite the sources in house format
 	$(BIN)/ruff format .

@@ -346,6 +346,17 @@ def demo(
     print_quality(translator.manifest.quality)
     for row in rows:
         _print_demo_row(row.as_json())
+    same = sum(row.served.text == row.own_prefill.text for row in rows)
+    sent = [row.served.usage["scd"] for row in rows]
+    num_bytes = sum(scd["bytes_sent"] for scd in sent)
+    manifest = translator.manifest
+    ratio = manifest.dense_bytes_per_token / sum(manifest.bytes_per_token)
+    stdout.print(
+        f"{same} of {len(rows)} answers over codes equal the consumer's own; {num_bytes} bytes of "
+        f"codes crossed the wire, {ratio:.1f}x fewer than the cache they stand for; "
+        f"{sum(scd['fallback'] is not None for scd in sent)} fallbacks.",
+        soft_wrap=True,
+    )
 
 
 def _print_demo_row(row: dict[str, Any]) -> None:

@@ -17,8 +17,17 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from scd_trt.bit_packing import pack, unpack
+from scd_trt.model_spec import ModelSpec
 from scd_trt.rope import Rope
-from scd_trt.translator import PatchLayer, RawLayer, ReuseLayer, Translator, TranslatorError
+from scd_trt.translator import (
+    GroupTransform,
+    PatchLayer,
+    ReuseLayer,
+    RowTransform,
+    Translator,
+    TranslatorError,
+)
 
 
 @dataclass(frozen=True)
@@ -44,11 +53,11 @@ class _Side:
 
     @cached_property
     def producer_rope(self) -> list[Rope]:
-        return [Rope(params) for params in self.translator.manifest.producer.rope]
+        return _ropes(self.translator.manifest.producer)
 
     @cached_property
     def consumer_rope(self) -> list[Rope]:
-        return [Rope(params) for params in self.translator.manifest.consumer.rope]
+        return _ropes(self.translator.manifest.consumer)
 
 
 class Encoder(_Side):
@@ -70,11 +79,33 @@ class Encoder(_Side):
         layers = range(*self.groups[group])
         if len(inputs) != len(layers):
             raise ValueError(f"group {group} has {len(layers)} layers, got {len(inputs)} inputs")
+        transform = self.translator.transform(group)
+        if transform is not None:
+            return self._transform(transform, layers, inputs, positions_T, seq_len=seq_len)
         parts = []
         for layer, given in zip(layers, inputs, strict=True):
             strip = partial(self.producer_rope[layer].strip, positions_T=positions_T, seq_len=seq_len)
             parts.append(self._layer(layer, given, strip).view(torch.uint8))
         return torch.cat(parts, dim=1)
+
+    def _transform(
+        self,
+        transform: GroupTransform,
+        layers: range,
+        inputs: Sequence[LayerInput],
+        positions_T: Tensor,
+        *,
+        seq_len: int | None,
+    ) -> Tensor:
+        ropes = [self.producer_rope[layer] for layer in layers]
+        tables = {rope: rope.tables(positions_T, seq_len=seq_len) for rope in set(ropes)}
+        keys = [tables[rope].strip(given.k_THD.float()).flatten(1) for rope, given in zip(ropes, inputs, strict=True)]
+        values = [given.v_THD.float().flatten(1) for given in inputs]
+        packed = [
+            pack(_levels(rows, torch.cat(found, dim=1), positions_T), rows.layout, check_range=False)
+            for rows, found in zip(_kinds(transform), (keys, values), strict=True)
+        ]
+        return torch.cat(packed, dim=1)
 
     def _layer(self, layer: int, given: LayerInput, strip: Callable[[Tensor], Tensor]) -> Tensor:
         maps = self.translator.layers[layer]
@@ -111,6 +142,9 @@ class Decoder(_Side):
             found = f"{codes_TC.dtype} {tuple(codes_TC.shape)}"
             raise ValueError(f"group {group}: codes are {found}; expected uint8 [T, {self.bytes_per_token[group]}]")
         layers = range(*self.groups[group])
+        transform = self.translator.transform(group)
+        if transform is not None:
+            return self._transform(transform, layers, codes_TC, positions_T, seq_len=seq_len)
         widths = [self.translator.manifest.layer_bytes(layer) for layer in layers]
         parts = torch.split(codes_TC, widths, dim=1)
         decoded = []
@@ -119,15 +153,33 @@ class Decoder(_Side):
             decoded.append(self._layer(layer, part, rotate))
         return decoded
 
+    def _transform(
+        self, transform: GroupTransform, layers: range, codes_TC: Tensor, positions_T: Tensor, *, seq_len: int | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        sizes = [rows.layout.bytes_per_token for rows in _kinds(transform)]
+        keys_TO, values_TO = (
+            _rows(rows, unpack(part.contiguous(), rows.layout), positions_T)
+            for rows, part in zip(_kinds(transform), torch.split(codes_TC, sizes, dim=1), strict=True)
+        )
+        ropes = [self.consumer_rope[layer] for layer in layers]
+        tables = {rope: rope.tables(positions_T, seq_len=seq_len) for rope in set(ropes)}
+        return [
+            (tables[rope].apply(self._heads(k_TF)), self._heads(v_TF))
+            for rope, k_TF, v_TF in zip(
+                ropes, keys_TO.chunk(len(layers), dim=1), values_TO.chunk(len(layers), dim=1), strict=True
+            )
+        ]
+
     def _layer(self, layer: int, codes_TC: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         maps = self.translator.layers[layer]
-        if isinstance(maps, RawLayer):
+        if isinstance(maps, ReuseLayer):
+            k_TF, v_TF = _reuse(maps, _from_bytes(codes_TC, self.code_dtype).float())
+        elif isinstance(maps, PatchLayer):
+            k_TF, v_TF = self._patch(maps, _from_bytes(codes_TC, self.code_dtype).float())
+        else:
             k_TF, v_TF = _from_bytes(codes_TC, self.raw_dtype).chunk(2, dim=1)
             if self.same_rope[layer]:
                 return self._heads(k_TF), self._heads(v_TF)
-        else:
-            codes_TR = _from_bytes(codes_TC, self.code_dtype).float()
-            k_TF, v_TF = _reuse(maps, codes_TR) if isinstance(maps, ReuseLayer) else self._patch(maps, codes_TR)
         return rotate(self._heads(k_TF)), self._heads(v_TF)
 
     def _patch(self, maps: PatchLayer, codes_TR: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,6 +195,38 @@ class Decoder(_Side):
     def _heads(self, x_TF: Tensor) -> Tensor:
         spec = self.translator.manifest.consumer
         return x_TF.view(-1, spec.num_kv_heads, spec.head_dim)
+
+
+def _ropes(spec: ModelSpec) -> list[Rope]:
+    """Rotary embedding per layer; layers with equal parameters share one, so that a group makes its tables once."""
+    unique = {parameters: Rope(parameters) for parameters in spec.rope}
+    return [unique[parameters] for parameters in spec.rope]
+
+
+def _kinds(transform: GroupTransform) -> tuple[RowTransform, RowTransform]:
+    return transform.keys, transform.values
+
+
+def _levels(rows: RowTransform, features_TI: Tensor, positions_T: Tensor) -> Tensor:
+    """Quantised components, uint8 `[T, S]`."""
+    half_S = torch.tensor([2.0 ** (width - 1) for width, count in rows.layout.runs for _ in range(count)])
+    centred_TI = features_TI - rows.mean_I
+    if rows.sink_in_PI is not None:
+        centred_TI = _shifted(centred_TI, -rows.sink_in_PI, positions_T)
+    scaled_TS = centred_TI @ rows.encode_IS
+    return (scaled_TS.floor_().add_(half_S)).clamp_(torch.zeros(()), 2 * half_S - 1).to(torch.uint8)
+
+
+def _rows(rows: RowTransform, levels_TS: Tensor, positions_T: Tensor) -> Tensor:
+    """The consumer's rows `[T, O]` of quantised components."""
+    y_TO = torch.addmm(rows.bias_O, levels_TS.float(), rows.decode_SO)
+    return y_TO if rows.sink_out_PO is None else _shifted(y_TO, rows.sink_out_PO, positions_T)
+
+
+def _shifted(x_TN: Tensor, shift_PN: Tensor, positions_T: Tensor) -> Tensor:
+    """Add its shift to each row whose position is below P; in place."""
+    early_E = (positions_T < len(shift_PN)).nonzero()[:, 0]
+    return x_TN.index_add_(0, early_E, shift_PN[positions_T[early_E]])
 
 
 def _reuse(maps: ReuseLayer, codes_TR: Tensor) -> tuple[Tensor, Tensor]:

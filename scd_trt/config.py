@@ -60,7 +60,17 @@ class ModelConfig(Section):
 class MethodConfig(Section):
     """How the translator is fitted (METHOD, section 1)."""
 
-    policy: Literal["paper", "exact"] = Field("paper", description="paper: Reuse and Patch; exact: KV sent as it is")
+    policy: Literal["rd", "paper", "exact"] = Field(
+        "rd", description="rd: rate-distortion coded groups of layers; paper: Reuse and Patch; exact: KV sent as it is"
+    )
+    group_layers: PositiveInt = Field(5, description="rd: layers that are transformed and travel together")
+    bytes_per_token: PositiveInt | None = Field(
+        None, description="rd: size of codes; default without max_kl: a tenth of the cache's"
+    )
+    max_kl: PositiveFloat | None = Field(
+        None, description="rd: loss allowed on held-out text, nats per token; the fewest bytes that keep to it are sent"
+    )
+    fisher_tokens: PositiveInt = Field(256, description="rd: calibration tokens scored to weigh errors by their effect")
     r_k: Rank = Field(96, description="rank of the key codes of a Reuse layer; one value, or one per layer")
     r_v: Rank = Field(96, description="rank of the value codes of a Reuse layer; one value, or one per layer")
     r_h: Rank = Field(192, description="rank of the hidden-state code of a Patch layer; one value, or one per layer")
@@ -78,6 +88,12 @@ class MethodConfig(Section):
     ridge: PositiveFloat = Field(1e-3, description="ridge weight, relative to the mean diagonal of the Gram matrix")
     code_dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="dtype of codes on the wire")
     seed: int = Field(0, description="seed of everything random in the fit")
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> MethodConfig:
+        if self.bytes_per_token is not None and self.max_kl is not None:
+            raise ValueError("bytes_per_token and max_kl are two limits; give one of them")
+        return self
 
 
 class CorpusConfig(Section):
@@ -398,9 +414,8 @@ def _type_name(annotation: Any) -> str:
     words = {str: "text", int: "whole number", float: "number", Path: "path", bool: "yes or no"}
     branches = get_args(annotation) or (annotation,)
     names = [words.get(branch) or ("list" if get_origin(branch) is tuple else "") for branch in branches]
-    names += [
-        "whole number" for branch in branches if get_args(branch)[:1] == (int,) and get_origin(branch) is not tuple
-    ]
+    bounded = [get_args(branch)[0] for branch in branches if get_args(branch) and get_origin(branch) is not tuple]
+    names += [words[kind] for kind in bounded if kind in (int, float)]
     return " or ".join(sorted(filter(None, names)))
 
 

@@ -9,8 +9,10 @@ Modes of a layer (METHOD, sections 1 and 2.4):
     reuse   codes  z_k[R_k] z_v[R_v]   affine maps of pre-RoPE keys and of values, into B's keys and values
     patch   codes  z_h[R_h]            affine map of A's normalised attention input; B's own projections are folded in
     raw     codes  k[F] v[F]           the pool's rows; keys keep A's RoPE where both models rotate alike, else pre-RoPE
+    transform                          the layers of a group are coded together: quantised components of all its keys, then
+                                       of all its values, packed as `bit_packing` says
 
-Bytes of one token of a layer: its code elements in `code_dtype` (raw: `raw_dtype`), little endian, in the order above.
+Bytes of one token of any other layer: its code elements in `code_dtype` (raw: `raw_dtype`), little endian, in this order.
 A *group* is a half-open range of layers whose codes travel together; the codes of one group are `[T, bytes_per_token]`.
 
 Deliberately not here: fitting (distill), arithmetic on codes (codec). Nothing is pickled; a file is trusted only after its
@@ -22,18 +24,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from scd_trt.bit_packing import BitLayout
 from scd_trt.config import Dtype, ScdError
 from scd_trt.model_spec import ModelSpec
 
@@ -41,6 +44,8 @@ FORMAT_VERSION: Literal[1] = 1
 MANIFEST_FILE = "translator.json"
 TENSORS_FILE = "translator.safetensors"
 MAX_MANIFEST_BYTES = 16 << 20
+_ROW_TENSORS = ("mean_I", "encode_IS", "decode_SO", "bias_O")
+_SINK_TENSORS = ("sink_in_PI", "sink_out_PO")
 
 
 class TranslatorError(ScdError):
@@ -74,7 +79,26 @@ class RawMode(_Frozen):
     mode: Literal["raw"] = "raw"
 
 
-LayerMode = Annotated[ReuseMode | PatchMode | RawMode, Field(discriminator="mode")]
+class TransformMode(_Frozen):
+    """A layer coded together with the others of its group."""
+
+    mode: Literal["transform"] = "transform"
+
+
+LayerMode = Annotated[ReuseMode | PatchMode | RawMode | TransformMode, Field(discriminator="mode")]
+
+
+class GroupLayout(_Frozen):
+    """How the components of a group transform are packed, and what they are computed from."""
+
+    keys: BitLayout
+    values: BitLayout
+    num_sink_tokens: NonNegativeInt = Field(0, description="first positions that have shifts of their own")
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token: components of keys, then of values."""
+        return self.keys.bytes_per_token + self.values.bytes_per_token
 
 
 class Manifest(_Frozen):
@@ -82,13 +106,14 @@ class Manifest(_Frozen):
 
     format_version: Literal[1] = FORMAT_VERSION
     name: str
-    policy: Literal["paper", "exact"]
+    policy: Literal["paper", "rd", "exact"]
     code_dtype: Dtype
     raw_dtype: Dtype
     producer: ModelSpec
     consumer: ModelSpec
     layers: tuple[LayerMode, ...]
     groups: tuple[tuple[int, int], ...] = Field(description="half-open layer ranges that travel together")
+    transforms: tuple[GroupLayout | None, ...] = Field((), description="per group, or empty where no group has one")
     tensors_digest: str
     config_digest: str = Field("", description="digest of the settings the artifact was fitted with")
     quality: dict[str, Any] = Field(default_factory=dict, description="what held-out text measured; not fingerprinted")
@@ -109,8 +134,10 @@ class Manifest(_Frozen):
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def layer_bytes(self, layer: int) -> int:
-        """Bytes of one token's codes of one layer."""
+        """Bytes of one token's codes of one layer that is coded by itself."""
         mode = self.layers[layer]
+        if isinstance(mode, TransformMode):
+            raise ValueError(f"layer {layer} is coded with its group; see bytes_per_token")
         if isinstance(mode, ReuseMode):
             return (mode.r_k + mode.r_v) * _itemsize(self.code_dtype)
         if isinstance(mode, PatchMode):
@@ -120,7 +147,11 @@ class Manifest(_Frozen):
     @property
     def bytes_per_token(self) -> tuple[int, ...]:
         """Bytes of one token's codes, for each group."""
-        return tuple(sum(self.layer_bytes(layer) for layer in range(*group)) for group in self.groups)
+        transforms = self.transforms or (None,) * len(self.groups)
+        return tuple(
+            sum(self.layer_bytes(layer) for layer in range(*group)) if layout is None else layout.bytes_per_token
+            for group, layout in zip(self.groups, transforms, strict=True)
+        )
 
     @property
     def dense_bytes_per_token(self) -> int:
@@ -177,7 +208,49 @@ class RawLayer:
     names: ClassVar[tuple[str, ...]] = ()
 
 
-LayerMaps = ReuseLayer | PatchLayer | RawLayer
+@dataclass(frozen=True)
+class TransformLayer:
+    """No maps of its own: see the `GroupTransform` of its group."""
+
+
+LayerMaps = ReuseLayer | PatchLayer | RawLayer | TransformLayer
+
+
+@dataclass(frozen=True)
+class RowTransform:
+    """Quantised components of one kind of rows of a group (distill.transform), float32.
+
+    `level_TS = clamp(floor((x_TI - mean_I) @ encode_IS) + 2**(b-1), 0, 2**b - 1)`, b = bits of the component;
+    `y_TO = level_TS @ decode_SO + bias_O`. Features I and outputs O are the rows of all layers of the group, in order.
+    Position p < P, an attention sink whose rows lie far from all others: x is lowered by `sink_in_PI[p]` before, y raised by
+    `sink_out_PO[p]` after.
+    """
+
+    layout: BitLayout
+    mean_I: Tensor
+    encode_IS: Tensor
+    decode_SO: Tensor
+    bias_O: Tensor
+    sink_in_PI: Tensor | None = None
+    sink_out_PO: Tensor | None = None
+
+    @property
+    def num_sink_tokens(self) -> int:
+        """P."""
+        return 0 if self.sink_in_PI is None else len(self.sink_in_PI)
+
+
+@dataclass(frozen=True)
+class GroupTransform:
+    """Both kinds of rows: keys before RoPE from the producer's keys, values from its values."""
+
+    keys: RowTransform
+    values: RowTransform
+
+    @property
+    def layout(self) -> GroupLayout:
+        """What the manifest says of it."""
+        return GroupLayout(keys=self.keys.layout, values=self.values.layout, num_sink_tokens=self.keys.num_sink_tokens)
 
 
 @dataclass(frozen=True)
@@ -186,6 +259,11 @@ class Translator:
 
     manifest: Manifest
     layers: tuple[LayerMaps, ...]
+    transforms: tuple[GroupTransform | None, ...] = ()
+
+    def transform(self, group: int) -> GroupTransform | None:
+        """The transform of a group, None where its layers are coded one by one."""
+        return self.transforms[group] if self.transforms else None
 
     def check_producer(self, spec: ModelSpec) -> None:
         """Raise `TranslatorError` unless the prefill server runs the model that this translator was fitted for."""
@@ -196,14 +274,21 @@ class Translator:
         _check_model("consumer", self.manifest.consumer, spec)
 
 
-def build(manifest_fields: Mapping[str, Any], layers: tuple[LayerMaps, ...]) -> Translator:
-    """Make a translator from fitted maps; modes and the tensors' digest are derived from them."""
-    data = save_tensors(_tensors(layers))
+def build(
+    manifest_fields: Mapping[str, Any],
+    layers: tuple[LayerMaps, ...],
+    transforms: tuple[GroupTransform | None, ...] = (),
+) -> Translator:
+    """Make a translator from fitted maps; modes, layouts and the tensors' digest are derived from them."""
+    data = save_tensors(_tensors(layers, transforms))
     manifest = Manifest(
-        layers=tuple(_mode_of(maps) for maps in layers), tensors_digest=_digest(data), **manifest_fields
+        layers=tuple(_mode_of(maps) for maps in layers),
+        transforms=tuple(None if found is None else found.layout for found in transforms),
+        tensors_digest=_digest(data),
+        **manifest_fields,
     )
     _check_groups(Path(manifest.name), manifest)
-    translator = Translator(manifest, layers)
+    translator = Translator(manifest, layers, transforms)
     _check_shapes(translator)
     return translator
 
@@ -211,7 +296,7 @@ def build(manifest_fields: Mapping[str, Any], layers: tuple[LayerMaps, ...]) -> 
 def save(translator: Translator, directory: Path) -> None:
     """Write the artifact; the manifest is replaced last, so a reader never sees half of it."""
     directory.mkdir(parents=True, exist_ok=True)
-    _replace(directory / TENSORS_FILE, save_tensors(_tensors(translator.layers)))
+    _replace(directory / TENSORS_FILE, save_tensors(_tensors(translator.layers, translator.transforms)))
     text = translator.manifest.model_dump_json(indent=1)
     fingerprint = {"fingerprint": translator.manifest.fingerprint}
     _replace(directory / MANIFEST_FILE, json.dumps(fingerprint | json.loads(text), indent=1).encode() + b"\n")
@@ -238,7 +323,7 @@ def load(directory: Path) -> Translator:
         tensors = load_tensors(data)
     except SafetensorError as error:
         raise TranslatorError(f"{path}: not a safetensors file ({error})") from error
-    translator = Translator(manifest, tuple(_read_layers(manifest, tensors, path)))
+    translator = _read_maps(manifest, tensors, path)
     _check_shapes(translator)
     return translator
 
@@ -281,6 +366,15 @@ def _check_groups(path: Path, manifest: Manifest) -> None:
         raise TranslatorError(
             f"{path}: groups {manifest.groups} do not cover layers 0..{len(manifest.layers)} in order"
         )
+    if manifest.transforms and len(manifest.transforms) != len(manifest.groups):
+        raise TranslatorError(f"{path}: {len(manifest.transforms)} transforms for {len(manifest.groups)} groups")
+    for group, (start, stop) in enumerate(manifest.groups):
+        coded_together = bool(manifest.transforms) and manifest.transforms[group] is not None
+        for layer in range(start, stop):
+            if isinstance(manifest.layers[layer], TransformMode) != coded_together:
+                raise TranslatorError(
+                    f"{path}: layer {layer} and group {group} disagree on whether they are transformed"
+                )
     if len(manifest.layers) != manifest.consumer.num_layers:
         raise TranslatorError(f"{path}: {len(manifest.layers)} layers for a model of {manifest.consumer.num_layers}")
 
@@ -299,15 +393,38 @@ def _check_model(role: str, expected: ModelSpec, found: ModelSpec) -> None:
 
 def _check_shapes(translator: Translator) -> None:
     spec, rows = translator.manifest.consumer, translator.manifest.producer.hidden_size
-    width = spec.num_kv_heads * spec.head_dim
     for index, (mode, maps) in enumerate(zip(translator.manifest.layers, translator.layers, strict=True)):
-        for name, found, expected in _expected_shapes(mode, maps, width, rows, spec.head_dim):
-            if found.dtype != torch.float32 or tuple(found.shape) != expected:
-                raise TranslatorError(
-                    f"layer {index} {name}: {tuple(found.shape)} {found.dtype}; expected {expected} torch.float32"
-                )
-            if not bool(found.isfinite().all()):
-                raise TranslatorError(f"layer {index} {name}: holds values that are not finite; distil again")
+        for name, found, expected in _expected_shapes(mode, maps, spec.kv_dim, rows, spec.head_dim):
+            _check_tensor(f"layer {index} {name}", found, expected)
+    for index, (start, stop) in enumerate(translator.manifest.groups):
+        transform, layouts = translator.transform(index), translator.manifest.transforms
+        layout = layouts[index] if layouts else None
+        if transform is not None and layout is not None:
+            for name, found, expected in _expected_transform_shapes(transform, layout, (stop - start) * spec.kv_dim):
+                _check_tensor(f"group {index} {name}", found, expected)
+
+
+def _check_tensor(place: str, found: Tensor, expected: tuple[int, ...]) -> None:
+    if found.dtype != torch.float32 or tuple(found.shape) != expected:
+        raise TranslatorError(f"{place}: {tuple(found.shape)} {found.dtype}; expected {expected} torch.float32")
+    if not bool(found.isfinite().all()):
+        raise TranslatorError(f"{place}: holds values that are not finite; distil again")
+
+
+def _expected_transform_shapes(
+    transform: GroupTransform, layout: GroupLayout, width: int
+) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+    for kind in ("keys", "values"):
+        rows: RowTransform = getattr(transform, kind)
+        sent = rows.layout.num_components
+        yield f"{kind}.mean", rows.mean_I, (width,)
+        yield f"{kind}.encode", rows.encode_IS, (width, sent)
+        yield f"{kind}.decode", rows.decode_SO, (sent, width)
+        yield f"{kind}.bias", rows.bias_O, (width,)
+        for name in _SINK_TENSORS:
+            shift = getattr(rows, name)
+            # none is as good as one of no positions
+            yield f"{kind}.{name}", torch.zeros(0, width) if shift is None else shift, (layout.num_sink_tokens, width)
 
 
 def _expected_shapes(
@@ -333,7 +450,7 @@ def _expected_shapes(
         yield f"{name}.bias", affine.bias, (size_out,)
 
 
-def _mode_of(maps: LayerMaps) -> ReuseMode | PatchMode | RawMode:
+def _mode_of(maps: LayerMaps) -> LayerMode:
     if isinstance(maps, ReuseLayer):
         return ReuseMode(r_k=maps.encode_k.weight.shape[1], r_v=maps.encode_v.weight.shape[1])
     if isinstance(maps, PatchLayer):
@@ -342,11 +459,15 @@ def _mode_of(maps: LayerMaps) -> ReuseMode | PatchMode | RawMode:
             mlp_hidden=None if maps.hidden is None else maps.hidden.weight.shape[1],
             k_norm_eps=None if maps.k_norm_D is None else maps.k_norm_eps,
         )
-    return RawMode()
+    return TransformMode() if isinstance(maps, TransformLayer) else RawMode()
 
 
-def _tensors(layers: tuple[LayerMaps, ...]) -> dict[str, Tensor]:
+def _tensors(layers: tuple[LayerMaps, ...], transforms: tuple[GroupTransform | None, ...]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
+    for index, transform in enumerate(transforms):
+        for kind, rows in vars(transform).items() if transform is not None else ():
+            for name in _ROW_TENSORS + _SINK_TENSORS * bool(rows.num_sink_tokens):
+                tensors[f"groups.{index}.{kind}.{name}"] = getattr(rows, name).contiguous()
     for index, maps in enumerate(layers):
         for name, value in vars(maps).items():
             if isinstance(value, AffineMap):
@@ -357,7 +478,7 @@ def _tensors(layers: tuple[LayerMaps, ...]) -> dict[str, Tensor]:
     return tensors
 
 
-def _read_layers(manifest: Manifest, tensors: dict[str, Tensor], path: Path) -> Iterator[LayerMaps]:
+def _read_maps(manifest: Manifest, tensors: dict[str, Tensor], path: Path) -> Translator:
     remaining = dict(tensors)
 
     def take(name: str) -> Tensor:
@@ -365,27 +486,41 @@ def _read_layers(manifest: Manifest, tensors: dict[str, Tensor], path: Path) -> 
             raise TranslatorError(f"{path}: tensor {name} is missing; distil again")
         return remaining.pop(name)
 
-    def affine(index: int, name: str) -> AffineMap:
-        return AffineMap(take(f"layers.{index}.{name}.weight"), take(f"layers.{index}.{name}.bias"))
-
-    for index, mode in enumerate(manifest.layers):
-        if isinstance(mode, ReuseMode):
-            names = ("encode_k", "decode_k", "encode_v", "decode_v")
-            yield ReuseLayer(**{name: affine(index, name) for name in names})
-        elif isinstance(mode, PatchMode):
-            yield PatchLayer(
-                encode_h=affine(index, "encode_h"),
-                project=affine(index, "project"),
-                hidden=affine(index, "hidden") if mode.mlp_hidden else None,
-                k_norm_D=take(f"layers.{index}.k_norm_D") if mode.k_norm_eps is not None else None,
-                k_norm_eps=mode.k_norm_eps or 0.0,
-            )
-        else:
-            yield RawLayer()
+    layers = tuple(_read_layer(f"layers.{index}", mode, take) for index, mode in enumerate(manifest.layers))
+    transforms = tuple(
+        None if layout is None else _read_transform(f"groups.{index}", layout, take)
+        for index, layout in enumerate(manifest.transforms)
+    )
     if remaining:
         raise TranslatorError(
             f"{path}: {len(remaining)} tensors that the manifest does not know: {sorted(remaining)[:3]}"
         )
+    return Translator(manifest, layers, transforms)
+
+
+def _read_layer(name: str, mode: LayerMode, take: Callable[[str], Tensor]) -> LayerMaps:
+    def affine(part: str) -> AffineMap:
+        return AffineMap(take(f"{name}.{part}.weight"), take(f"{name}.{part}.bias"))
+
+    if isinstance(mode, ReuseMode):
+        return ReuseLayer(**{part: affine(part) for part in ("encode_k", "decode_k", "encode_v", "decode_v")})
+    if isinstance(mode, PatchMode):
+        return PatchLayer(
+            encode_h=affine("encode_h"),
+            project=affine("project"),
+            hidden=affine("hidden") if mode.mlp_hidden else None,
+            k_norm_D=take(f"{name}.k_norm_D") if mode.k_norm_eps is not None else None,
+            k_norm_eps=mode.k_norm_eps or 0.0,
+        )
+    return TransformLayer() if isinstance(mode, TransformMode) else RawLayer()
+
+
+def _read_transform(name: str, layout: GroupLayout, take: Callable[[str], Tensor]) -> GroupTransform:
+    def rows(kind: str, packed: BitLayout) -> RowTransform:
+        names = _ROW_TENSORS + _SINK_TENSORS * bool(layout.num_sink_tokens)
+        return RowTransform(packed, *(take(f"{name}.{kind}.{part}") for part in names))
+
+    return GroupTransform(keys=rows("keys", layout.keys), values=rows("values", layout.values))
 
 
 def _itemsize(dtype: Dtype) -> int:

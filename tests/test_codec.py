@@ -7,11 +7,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_translators import HEAD_DIM, HIDDEN, NUM_KV_HEADS, random_patch, random_reuse, random_translator, tiny_spec
+from tiny_translators import (
+    HEAD_DIM,
+    HIDDEN,
+    KEY_RUNS,
+    NUM_KV_HEADS,
+    VALUE_RUNS,
+    WIDTH,
+    group_translator,
+    random_group,
+    random_patch,
+    random_reuse,
+    random_rows,
+    random_translator,
+    tiny_spec,
+)
 
-from scd_trt.codec import Decoder, Encoder, LayerInput
+from scd_trt.bit_packing import UNITS, BitLayout, pack, unpack
+from scd_trt.codec import Decoder, Encoder, LayerInput, _levels
 from scd_trt.rope import RopeParameters
-from scd_trt.translator import AffineMap, RawLayer, TranslatorError
+from scd_trt.translator import AffineMap, GroupTransform, RawLayer, RowTransform, TranslatorError
 
 NUM_TOKENS = 11
 POSITIONS = torch.arange(37, 37 + NUM_TOKENS)
@@ -191,3 +206,245 @@ def test_rotation_that_depends_on_the_length_is_told_the_length():
     )
     assert not torch.equal(short, long)
     assert torch.equal(short[:, 16:], long[:, 16:])
+
+
+# ---- groups that are transformed ------------------------------------------------------------------------------------
+
+
+def _plain_levels(rows: RowTransform, x_TI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Levels, component by component, and how far each value lies from the nearest edge of a cell."""
+    scaled = (x_TI - rows.mean_I.double().numpy()) @ rows.encode_IS.double().numpy()
+    widths = [width for width, count in rows.layout.runs for _ in range(count)]
+    levels = np.empty(scaled.shape, dtype=np.uint8)
+    for component, width in enumerate(widths):
+        shifted = np.floor(scaled[:, component]) + 2 ** (width - 1)
+        levels[:, component] = np.clip(shifted, 0, 2**width - 1)
+    return levels, np.abs(scaled - np.round(scaled))
+
+
+def _side_by_side(inputs: list[LayerInput], theta: float) -> tuple[np.ndarray, np.ndarray]:
+    keys = [_plain_rotation(given.k_THD.double().numpy(), theta, -1).reshape(NUM_TOKENS, -1) for given in inputs]
+    values = [given.v_THD.double().numpy().reshape(NUM_TOKENS, -1) for given in inputs]
+    return np.concatenate(keys, axis=1), np.concatenate(values, axis=1)
+
+
+def test_group_codes_are_the_packed_levels_of_keys_then_of_values():
+    transform = random_group(2)
+    translator = group_translator(transform, producer=tiny_spec(2, theta=123.0))
+    inputs = [_input(seed) for seed in range(2)]
+    codes = Encoder(translator).encode(0, inputs, POSITIONS)
+    assert codes.shape == (NUM_TOKENS, 11 + 5)
+    packed_keys, packed_values = codes[:, :11], codes[:, 11:]
+    for packed, rows, x in zip(
+        (packed_keys, packed_values), (transform.keys, transform.values), _side_by_side(inputs, 123.0), strict=True
+    ):
+        found = unpack(packed, rows.layout).numpy()
+        expected, from_edge = _plain_levels(rows, x)
+        # float32: a value within 1e-3 of an edge (of sums up to 300, of 32 terms) may fall on its other side
+        sure = from_edge > 1e-3
+        assert sure.mean() > 0.99
+        assert (found == expected)[sure].all()
+        assert (np.abs(found.astype(int) - expected) <= 1).all()
+        # the components use their range, and leave it at both ends
+        widths = np.array([width for width, count in rows.layout.runs for _ in range(count)])
+        assert (found == 0).any()
+        assert (found == 2**widths - 1).any()
+
+
+def test_decoded_groups_are_the_plain_formula_in_the_consumers_rotation():
+    transform = random_group(2)
+    translator = group_translator(transform, consumer=tiny_spec(2, theta=123.0))
+    generator = torch.Generator().manual_seed(5)
+    codes = torch.randint(0, 256, (NUM_TOKENS, 16), dtype=torch.uint8, generator=generator)
+    decoded = Decoder(translator).decode(0, codes, POSITIONS)
+    expected = []
+    for rows, packed in ((transform.keys, codes[:, :11]), (transform.values, codes[:, 11:])):
+        levels = unpack(packed, rows.layout).double().numpy()
+        expected.append(levels @ rows.decode_SO.double().numpy() + rows.bias_O.double().numpy())
+    for layer, (k, v) in enumerate(decoded):
+        own = slice(layer * WIDTH, (layer + 1) * WIDTH)
+        np.testing.assert_allclose(k.numpy(), _plain_rotation(_heads(expected[0][:, own]), 123.0, 1), **CLOSE)
+        np.testing.assert_allclose(v.numpy(), _heads(expected[1][:, own]), **CLOSE)
+
+
+def test_layers_of_a_group_may_rotate_differently():
+    """As in models that mix local and global attention; and each model has its own."""
+    thetas = {"producer": (50.0, 900.0), "consumer": (7000.0, 33.0)}
+    specs = {
+        role: tiny_spec(2, rope=tuple(RopeParameters(theta=t, head_dim=HEAD_DIM, rotary_dim=HEAD_DIM) for t in values))
+        for role, values in thetas.items()
+    }
+    # one component per element, at a step of 1/16: codes that nearly carry the rows
+    identity = RowTransform(
+        layout=BitLayout(runs=((8, 2 * WIDTH),)),
+        mean_I=torch.zeros(2 * WIDTH),
+        encode_IS=torch.eye(2 * WIDTH) * 16,
+        decode_SO=torch.eye(2 * WIDTH) / 16,
+        bias_O=torch.full((2 * WIDTH,), (0.5 - 128) / 16),
+    )
+    translator = group_translator(GroupTransform(keys=identity, values=copy.deepcopy(identity)), **specs)
+    inputs = [_input(seed) for seed in range(2)]
+    codes = Encoder(translator).encode(0, inputs, POSITIONS)
+    for layer, (k, v) in enumerate(Decoder(translator).decode(0, codes, POSITIONS)):
+        before = _plain_rotation(inputs[layer].k_THD.double().numpy(), thetas["producer"][layer], -1)
+        expected = _plain_rotation(before, thetas["consumer"][layer], 1)
+        # half a step on each of the two elements that a rotation mixes
+        assert np.abs(k.numpy() - expected).max() <= 2**0.5 / 32 + 1e-5
+        assert np.abs(v.numpy() - inputs[layer].v_THD.numpy()).max() <= 1 / 32 + 1e-5
+
+
+def test_levels_are_clamped_at_both_ends():
+    rows = RowTransform(
+        layout=BitLayout(runs=((8, 1), (2, 4))),
+        mean_I=torch.zeros(WIDTH),
+        encode_IS=torch.ones(WIDTH, 5) / WIDTH,
+        decode_SO=torch.zeros(5, WIDTH),
+        bias_O=torch.zeros(WIDTH),
+    )
+    translator = group_translator(GroupTransform(keys=rows, values=copy.deepcopy(rows)))
+    values = torch.tensor([-1e30, -129.0, -128.0, -3.0, -2.0, -1.0, 0.0, 1.0, 1.5, 2.0, 127.0])
+    given = LayerInput(
+        torch.zeros(11, NUM_KV_HEADS, HEAD_DIM), values[:, None, None].expand(-1, NUM_KV_HEADS, HEAD_DIM)
+    )
+    codes = Encoder(translator).encode(0, [given], POSITIONS)
+    levels = unpack(codes[:, 2:], rows.layout)
+    assert levels[:, 0].tolist() == [0, 0, 0, 125, 126, 127, 128, 129, 129, 130, 255]
+    assert levels[:, 1].tolist() == [0, 0, 0, 0, 0, 1, 2, 3, 3, 3, 3]
+    upwards = LayerInput(given.k_THD, torch.full_like(given.v_THD, 1e30))
+    assert unpack(Encoder(translator).encode(0, [upwards], POSITIONS)[:, 2:], rows.layout)[0].tolist() == [
+        255,
+        3,
+        3,
+        3,
+        3,
+    ]
+
+
+@st.composite
+def _layouts(draw) -> tuple[tuple[int, int], ...]:
+    """Widths in falling order, each of whole units; nothing at all is a layout too."""
+    numbers = {width: draw(st.integers(0, 3)) for width in UNITS}
+    return tuple((width, num * UNITS[width].num_components) for width, num in numbers.items() if num)
+
+
+@given(keys=_layouts(), values=_layouts(), num_layers=st.integers(1, 3), num_tokens=st.integers(1, NUM_TOKENS))
+@settings(max_examples=60, deadline=None)
+def test_any_layout_is_coded_as_its_components_are(keys, values, num_layers, num_tokens):
+    transform = random_group(num_layers, key_runs=keys, value_runs=values)
+    translator = group_translator(transform)
+    inputs = [_input(seed) for seed in range(num_layers)]
+    given = [LayerInput(one.k_THD[:num_tokens], one.v_THD[:num_tokens]) for one in inputs]
+    codes = Encoder(translator).encode(0, given, POSITIONS[:num_tokens])
+    assert codes.shape == (num_tokens, sum(width * count for width, count in (*keys, *values)) // 8)
+    assert translator.manifest.bytes_per_token == (codes.shape[1],)
+    split = transform.keys.layout.bytes_per_token
+    for rows, packed in ((transform.keys, codes[:, :split]), (transform.values, codes[:, split:])):
+        # levels survive: what was packed is what the layout's own packing gives
+        assert torch.equal(pack(unpack(packed, rows.layout), rows.layout), packed)
+    decoded = Decoder(translator).decode(0, codes, POSITIONS[:num_tokens])
+    assert [tuple(x.shape) for pair in decoded for x in pair] == [(num_tokens, NUM_KV_HEADS, HEAD_DIM)] * 2 * num_layers
+    assert all(bool(x.isfinite().all()) for pair in decoded for x in pair)
+    if not values:
+        # nothing is sent of the values: they are the bias
+        assert torch.equal(decoded[0][1][0].flatten(), transform.values.bias_O[:WIDTH])
+
+
+@given(cuts=st.tuples(st.integers(0, 64), st.integers(0, 64)), num_layers=st.integers(1, 3), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_codes_of_a_part_are_a_part_of_the_codes(cuts, num_layers, seed):
+    """Block by block or all at once: the same bytes, at these widths."""
+    start, stop = sorted(cuts)
+    # A matrix product this narrow adds the terms of an element in one order for any number of rows but one: that is a
+    # matrix-vector product, with an order of its own. Blocks have more than one token. (For wide ones see below.)
+    if stop - start < 2:
+        start, stop = 0, 2
+    encoder = Encoder(group_translator(random_group(num_layers)))
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(num_layers, 64, NUM_KV_HEADS, HEAD_DIM, generator=generator) for _ in range(2))
+    positions = torch.arange(64)
+    whole = encoder.encode(0, [LayerInput(*pair) for pair in zip(k, v, strict=True)], positions)
+    part = encoder.encode(
+        0, [LayerInput(a[start:stop], b[start:stop]) for a, b in zip(k, v, strict=True)], positions[start:stop]
+    )
+    assert torch.equal(part, whole[start:stop])
+
+
+def test_codes_of_a_part_of_wide_rows_differ_at_most_by_a_step_at_the_edge_of_a_cell():
+    """A wide product is cut into panels that depend on the number of rows: sums may differ in their last digits."""
+    width, runs = 960, ((8, 100), (4, 200), (2, 200))
+    rows = random_rows(width, runs, seed=0)
+    x_TI = torch.randn(128, width, generator=torch.Generator().manual_seed(1))
+    whole = _levels(rows, x_TI, torch.arange(len(x_TI)))
+    scaled = (x_TI.double() - rows.mean_I) @ rows.encode_IS.double()
+    from_edge = (scaled - scaled.round()).abs()
+    for start, stop in ((0, 1), (0, 2), (0, 32), (32, 64), (64, 128), (5, 100)):
+        part = _levels(rows, x_TI[start:stop], torch.arange(start, stop))
+        differs = part != whole[start:stop]
+        assert int((part.int() - whole[start:stop].int()).abs().max()) <= 1
+        # float32 sums of 960 terms that reach 300
+        assert not bool((differs & (from_edge[start:stop] > 1e-3)).any())
+
+
+def test_first_positions_are_shifted_on_both_sides():
+    """Plain: what is shifted by hand, through a transform without shifts, at other positions."""
+    transform = random_group(2, num_sinks=3)
+    plain = GroupTransform(
+        *(
+            RowTransform(rows.layout, rows.mean_I, rows.encode_IS, rows.decode_SO, rows.bias_O)
+            for rows in (transform.keys, transform.values)
+        )
+    )
+    shifting, straight = group_translator(transform), group_translator(plain)
+    # no rotation that could differ: positions 1..5 for one, and the same tokens without shifts for the other
+    positions = torch.arange(1, 6)
+    inputs = [LayerInput(_input(seed).k_THD[:5], _input(seed).v_THD[:5]) for seed in range(2)]
+    rope = Encoder(straight).producer_rope[0]
+    by_hand = []
+    for layer, one in enumerate(inputs):
+        own = slice(layer * WIDTH, (layer + 1) * WIDTH)
+        k, v = rope.strip(one.k_THD, positions), one.v_THD.clone()
+        for row, position in ((0, 1), (1, 2)):
+            k[row] -= transform.keys.sink_in_PI[position, own].view(NUM_KV_HEADS, HEAD_DIM)
+            v[row] -= transform.values.sink_in_PI[position, own].view(NUM_KV_HEADS, HEAD_DIM)
+        by_hand.append(LayerInput(rope.apply(k, positions), v))
+    codes = Encoder(shifting).encode(0, inputs, positions)
+    expected = Encoder(straight).encode(0, by_hand, positions)
+    # one more rotation, in float32, may carry a value across the edge of a cell
+    levels = [unpack(found[:, :11], transform.keys.layout).int() for found in (codes, expected)]
+    assert int((levels[0] - levels[1]).abs().max()) <= 1
+    assert float((levels[0] != levels[1]).double().mean()) < 0.02
+    assert float((codes[:, 11:] != expected[:, 11:]).double().mean()) < 0.1
+    unshifted = Encoder(straight).encode(0, inputs, positions)
+    assert torch.equal(codes[2:], unshifted[2:])
+    assert not torch.equal(codes[:2], unshifted[:2])
+    decoded, without = (Decoder(side).decode(0, codes, positions) for side in (shifting, straight))
+    for layer, ((k, v), (k_plain, v_plain)) in enumerate(zip(decoded, without, strict=True)):
+        own = slice(layer * WIDTH, (layer + 1) * WIDTH)
+        for found, base, rows in (
+            (rope.strip(k, positions), rope.strip(k_plain, positions), transform.keys),
+            (v, v_plain, transform.values),
+        ):
+            shift = (found - base).flatten(1)
+            torch.testing.assert_close(shift[:2], rows.sink_out_PO[1:3, own], **CLOSE)
+            torch.testing.assert_close(shift[2:], torch.zeros(3, WIDTH), **CLOSE)
+
+
+def test_groups_have_their_own_sizes_and_add_up():
+    manifest = group_translator(random_group(2), random_group(1, key_runs=VALUE_RUNS)).manifest
+    assert manifest.bytes_per_token == (16, 10)
+    assert manifest.patch_layers == ()
+    sizes = [sum(width * count for width, count in runs) / 8 for runs in (KEY_RUNS, VALUE_RUNS)]
+    assert sizes == [11, 5]
+
+
+def test_group_codes_of_another_width_or_number_of_layers_are_refused():
+    translator = group_translator()
+    with pytest.raises(ValueError, match=r"group 0: codes are torch.uint8 \(2, 15\); expected uint8 \[T, 16\]"):
+        Decoder(translator).decode(0, torch.zeros(2, 15, dtype=torch.uint8), POSITIONS[:2])
+    with pytest.raises(ValueError, match="group 0 has 2 layers, got 1"):
+        Encoder(translator).encode(0, [_input()], POSITIONS)
+
+
+def test_layers_that_rotate_alike_share_their_tables():
+    decoder = Decoder(group_translator(random_group(3)))
+    assert len(set(decoder.consumer_rope)) == len(set(decoder.producer_rope)) == 1

@@ -111,3 +111,12 @@ def test_reference_page_is_current_and_names_every_section() -> None:
     page = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert page == reference(), "run `python -m scd_trt.config`"
     assert "| `servers.decode.control_port` | `8102` | whole number |" in page
+
+
+SHIPPED = sorted((Path(__file__).parents[1] / "engine_configs").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_shipped_pair_file_loads_and_finds_its_adapter(path: Path) -> None:
+    config = load_pair(path)
+    assert config.consumer.adapter is None or (config.consumer.adapter / "adapter_config.json").is_file()

@@ -19,6 +19,7 @@ from scd_trt.distill.calibration import read_texts
 from scd_trt.distill.fit import FitError
 from scd_trt.distill.layer_selection import LayerSelectionError
 from scd_trt.distill.plan import PlanError, prepare
+from scd_trt.distill.rate_control import RateError
 from scd_trt.distill.sensitivity import ORACLE, RAW, Heldout
 from scd_trt.distill.statistics import StatisticsError
 from scd_trt.model_spec import PairMismatchError
@@ -26,7 +27,9 @@ from scd_trt.models import cache_layers, load_model, project_kv, trace
 from scd_trt.translator import PatchLayer, ReuseLayer
 
 WORDS = ["the", "river", "carries", "old", "stories", "past", "quiet", "houses", "where", "nobody", "remembers", "them"]
-METHOD = MethodConfig(r_k=24, r_v=24, r_h=48, num_candidates=3, max_patch_layers=2)
+METHOD = MethodConfig(
+    policy="paper", r_k=24, r_v=24, r_h=48, num_candidates=3, max_patch_layers=2, group_layers=2, fisher_tokens=100
+)
 
 
 @dataclass
@@ -304,7 +307,7 @@ def test_plan_says_what_would_be_done(config):
     found = pipeline.plan(config)
     assert found.calibration_tokens == 1500
     assert found.forward_tokens == 1500 + 3 * 70
-    assert found.reuse_bytes_per_token == 3 * 48 * 2
+    assert found.code_bytes_per_token == 3 * 48 * 2
     assert found.dense_bytes_per_token == 3 * 2 * 32 * 4
     # 3 layers of keys and values of width 64, and of inputs of width 128, in float64
     assert found.statistics_bytes == 8 * 3 * (2 * 64**2 + 128**2)
@@ -339,6 +342,213 @@ def test_models_that_are_no_pair_are_refused(models, text, tmp_path):
     other = save_tiny_model(tmp_path / "other", num_hidden_layers=2)
     with pytest.raises(PairMismatchError, match="num_layers"):
         pipeline.distill(_config((models[0], other), text, tmp_path / "t"))
+
+
+# ---- policy rd ------------------------------------------------------------------------------------------------------
+
+DENSE_BYTES = 3 * 2 * 32 * 4
+
+
+@pytest.fixture
+def rd_config(models, text, tmp_path) -> PairConfig:
+    return _config(models, text, tmp_path / "artifact", policy="rd", bytes_per_token=70)
+
+
+@pytest.fixture(scope="module")
+def rd(models, text, tmp_path_factory):
+    """One artifact of 70 bytes per token for all tests that only look."""
+    progress = Recorder()
+    config = _config(models, text, tmp_path_factory.mktemp("rd") / "artifact", policy="rd", bytes_per_token=70)
+    return config, pipeline.distill(config, progress=progress), progress
+
+
+def test_rd_artifact_is_complete_and_loads(rd):
+    config, translator, progress = rd
+    loaded = translators.load(config.translator_path())
+    assert loaded.manifest == translator.manifest
+    assert loaded.manifest.policy == "rd"
+    assert loaded.manifest.groups == ((0, 2), (2, 3))
+    assert all(layer.mode == "transform" for layer in loaded.manifest.layers)
+    assert {"report.md", "translator.json", "translator.safetensors"} <= set(_files(config.translator_path()))
+    assert [path.name for path in config.translator_path().parent.iterdir()] == ["artifact"]
+    assert progress.steps == progress.totals
+    assert "weigh errors by their effect" in progress.stages
+
+
+def test_rd_codes_keep_to_the_bytes_and_use_them(rd):
+    _, translator, _ = rd
+    assert 69 <= sum(translator.manifest.bytes_per_token) <= 70
+    assert all(translator.manifest.bytes_per_token)
+    assert translator.manifest.quality["controls"]["rd"]["bytes_per_token"] == sum(translator.manifest.bytes_per_token)
+
+
+def test_rd_controls_and_frontier(rd):
+    _, translator, _ = rd
+    quality = translator.manifest.quality
+    rows = quality["controls"]
+    assert {"oracle", "raw", "raw_rerotated", "rd", "mismatched", "translation"} <= set(rows)
+    assert rows["oracle"]["kl"] < 1e-6  # float32 logits of two batch sizes
+    assert rows["translation"]["kl"] < rows["rd"]["kl"] < rows["mismatched"]["kl"]
+    # a byte for every direction that has any spread: this text has few characters, and layer 0 sees nothing else
+    assert 70 < rows["translation"]["bytes_per_token"] <= 3 * 2 * 32
+    traced = quality["frontier"]
+    assert [row["ratio"] for row in traced] == sorted(row["ratio"] for row in traced)
+    assert all(row["bytes_per_token"] <= DENSE_BYTES / row["ratio"] for row in traced)
+    assert traced[0]["kl"] < traced[-1]["kl"]
+    # five sequences of 300 tokens, less the opening of a chat: beginning, turn, "user" (4) and a new line
+    assert quality["calibration_tokens"] == 5 * (300 - 7)
+    assert [layout.num_sink_tokens for layout in translator.manifest.transforms] == [7, 7]
+    assert quality["heldout_sequences"] == 3
+
+
+def test_rd_figures_are_those_of_the_artifact(rd, models):
+    """The row of the artifact, measured again from the file."""
+    config, translator, _ = rd
+    heldout = Heldout(load_model(models[1]))
+    for ids in read_texts(prepare(config)).heldout:
+        heldout.add_sequence(load_model(models[0]), ids, prefix_tokens=60)
+    heldout.add_source("rd", translators.load(config.translator_path()), range(3))
+    kl = [item.kl for item in heldout.compare(heldout.mixture("rd"))]
+    assert sum(kl) / len(kl) == translator.manifest.quality["controls"]["rd"]["kl"]
+
+
+def test_rd_twice_gives_the_same_bytes(rd, rd_config):
+    pipeline.distill(rd_config)
+    assert _files(rd_config.translator_path()) == _files(rd[0].translator_path())
+
+
+def test_finished_rd_is_returned_as_it_is(rd):
+    config, translator, _ = rd
+    before = {path: path.stat().st_mtime_ns for path in config.translator_path().iterdir()}
+    progress = Recorder()
+    assert pipeline.distill(config, progress=progress).manifest == translator.manifest
+    assert progress.stages == ["open the pair", "read the texts"]
+    assert {path: path.stat().st_mtime_ns for path in config.translator_path().iterdir()} == before
+
+
+def test_interrupted_rd_continues_and_gives_the_same_bytes(rd, rd_config, monkeypatch):
+    monkeypatch.setattr(calibration, "SAVE_EVERY_SEQUENCES", 2)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.distill(rd_config, progress=Recorder(interrupt_at=("calibrate", 3)))
+    assert not rd_config.translator_path().exists()
+    progress = Recorder()
+    pipeline.distill(rd_config, progress=progress)
+    assert progress.advances[:6] == [1, 1, 2, 1, 1, 1]
+    assert _files(rd_config.translator_path()) == _files(rd[0].translator_path())
+
+
+def test_rd_searches_the_rate_that_keeps_to_the_loss(rd, models, text, tmp_path):
+    frontier = {row["ratio"]: row for row in rd[1].manifest.quality["frontier"]}
+    limit = (frontier[8.0]["kl"] + frontier[16.0]["kl"]) / 2
+    progress = Recorder()
+    config = _config(models, text, tmp_path / "t", policy="rd", max_kl=limit)
+    translator = pipeline.distill(config, progress=progress)
+    assert progress.steps == progress.totals
+    assert translator.manifest.quality["controls"]["rd"]["kl"] <= limit
+    size = sum(translator.manifest.bytes_per_token)
+    assert DENSE_BYTES / 32 < size < frontier[4.0]["bytes_per_token"]
+
+
+def test_rd_says_what_the_translation_alone_costs(rd, models, text, tmp_path):
+    floor = rd[1].manifest.quality["controls"]["translation"]["kl"]
+    config = _config(models, text, tmp_path / "t", policy="rd", max_kl=floor / 2)
+    with pytest.raises(RateError, match=rf"the translation itself costs {floor:.4g} nats per token"):
+        pipeline.distill(config)
+    assert not config.translator_path().exists()
+
+
+def test_rd_without_limits_sends_a_tenth(models, text, tmp_path):
+    translator = pipeline.distill(_config((models[0], models[0]), text, tmp_path / "t", policy="rd", ridge=1e-9))
+    assert sum(translator.manifest.bytes_per_token) == DENSE_BYTES // 10
+    rows = translator.manifest.quality["controls"]
+    # A = B: little is lost but by coding (what is: the first tokens, which the fit leaves out)
+    assert rows["translation"]["kl"] < 0.3 * rows["rd"]["kl"]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen2"])
+def test_rd_at_eight_bits_of_equal_models_is_nearly_the_models_own_cache(family, text, tmp_path):
+    """Also with rotations that differ from layer to layer (gemma3) and key norms."""
+    model = save_tiny_model(tmp_path / "m", family)
+    config = _config((model, model), text, tmp_path / "t", policy="rd", bytes_per_token=3 * 2 * 32, ridge=1e-9)
+    translator = pipeline.distill(config)
+    loaded, positions = load_model(model), torch.arange(60)
+    traced = trace(loaded, read_texts(prepare(config)).heldout[0][:60], capture={"kv"})
+    own = cache_layers(loaded, traced)
+    encoder, decoder = Encoder(translator), Decoder(translator)
+    decoded = []
+    for group, (start, stop) in enumerate(translator.manifest.groups):
+        codes = encoder.encode(group, [LayerInput(k, v) for k, v in own[start:stop]], positions)
+        decoded += decoder.decode(group, codes, positions)
+    for got, expected in zip(decoded, own, strict=True):
+        for x, y in zip(got, expected, strict=True):
+            # 8 bits lose 1.2e-4 of the variance if it is Gaussian, and more where a rare character lies past the
+            # quantiser's range; a wrong rotation would lose all of it
+            # the opening is the same in all sequences: what is left of it is half a cell around its mean
+            spread = (y[7:] - y[7:].mean(0)).square().mean()
+            assert float((x - y)[:7].square().mean() / spread) < 2e-2
+            assert float((x - y)[7:].square().mean() / spread) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"), [({"bytes_per_token": 70}, 70), ({}, DENSE_BYTES // 10), ({"max_kl": 0.1}, None)]
+)
+def test_plan_of_rd(models, text, tmp_path, method, expected):
+    found = pipeline.plan(_config(models, text, tmp_path / "t", policy="rd", **method))
+    assert found.code_bytes_per_token == expected
+    assert (found.text_passes, found.calibration_tokens) == (1, 1500)
+    # keys and values of groups of two layers and of one: joint rows of 128 and 64, in float64
+    assert found.statistics_bytes == 8 * 2 * (128**2 + 64**2)
+    assert not (tmp_path / "t").exists()
+
+
+def test_plan_of_rd_is_not_exceeded(rd, models, text, tmp_path):
+    progress = Recorder()
+    config = _config(models, text, tmp_path / "t", policy="rd", max_kl=rd[1].manifest.quality["controls"]["rd"]["kl"])
+    pipeline.distill(config, progress=progress)
+    measuring = [name for name in progress.stages if "measure" in name or "search" in name]
+    assert len(measuring) == 3
+    assert sum(progress.steps[name] for name in measuring) <= pipeline.plan(config).scored_caches
+
+
+def test_sequences_that_are_all_sinks_are_refused(models, text, tmp_path):
+    config = _config(models, text, tmp_path / "t", policy="rd")
+    short = config.model_copy(update={"calibration": config.calibration.model_copy(update={"sequence_tokens": 4})})
+    with pytest.raises(PlanError, match=r"calibration\.sequence_tokens is 4, but policy rd leaves out the first 4"):
+        calibration.group_statistics(prepare(short))
+    with pytest.raises(CorpusError, match="hold no text behind the 7 that open a chat"):
+        pipeline.distill(short)
+
+
+def test_sinks_are_what_all_sequences_begin_with():
+    def count(*sequences):
+        return calibration.Texts(sequences, (), "key").num_sink_tokens
+
+    opening = (1, 3, 9, 9, 9, 9)
+    assert count((*opening, *range(20, 40)), (*opening, *range(30, 50))) == 6
+    assert count(tuple(range(20, 40)), tuple(range(30, 50))) == calibration.NUM_SINK_TOKENS
+    assert count((*opening, 7, 8), (*opening, 8, 7)) == 4  # half of a sequence at most
+    assert count(opening * 5) == calibration.NUM_SINK_TOKENS  # one alone says nothing
+    assert count() == 0
+
+
+def test_sink_rows_are_the_mean_rows_of_first_positions(models, text, tmp_path):
+    job = prepare(_config(models, text, tmp_path / "t", policy="rd"))
+    texts = calibration.Texts(((5, 6, 7, 8, 9, 10, 11, 12), (5, 60, 70, 80, 90, 100, 110, 120)), (), "key")
+    found = calibration.sink_rows(job, texts)
+    for model, rows_L2PF in zip(models, found, strict=True):
+        traces = [trace(load_model(model), ids[:4], capture={"kv"}) for ids in texts.calibration]
+        for layer in range(3):
+            for kind, name in enumerate(("k_TF", "v_TF")):
+                expected = sum(getattr(traced, name)[layer].double() for traced in traces) / 2
+                torch.testing.assert_close(
+                    rows_L2PF[layer, kind], expected, rtol=1e-12, atol=1e-12
+                )  # float64 sums of two
+    assert found[0].shape == (3, 2, 4, 32)
+
+
+def test_two_limits_are_refused():
+    with pytest.raises(ValueError, match="bytes_per_token and max_kl are two limits"):
+        MethodConfig(bytes_per_token=10, max_kl=0.1)
 
 
 @pytest.mark.slow

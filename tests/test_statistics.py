@@ -72,7 +72,9 @@ def test_no_rows_have_no_covariance():
 
 
 def _pair(seed: int | None = None, layers: tuple[int, ...] = (1,)) -> PairStatistics:
-    statistics = PairStatistics({"k": (2, 2), "x": (3, 3)}, {"k": range(2), "x": layers})
+    statistics = PairStatistics(
+        {(layer, "k"): (2, 2) for layer in range(2)} | {(layer, "x"): (3, 3) for layer in layers}
+    )
     if seed is not None:
         for moments in statistics.moments.values():
             width = moments.width_a

@@ -2,16 +2,39 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_translators import HIDDEN, WIDTH, random_patch, random_reuse, random_translator, tiny_spec
+from tiny_translators import (
+    HIDDEN,
+    KEY_RUNS,
+    VALUE_RUNS,
+    WIDTH,
+    group_translator,
+    random_group,
+    random_patch,
+    random_reuse,
+    random_translator,
+    tiny_spec,
+)
 
 from scd_trt import translator as translators
-from scd_trt.translator import MANIFEST_FILE, TENSORS_FILE, AffineMap, RawLayer, TranslatorError
+from scd_trt.bit_packing import BitLayout
+from scd_trt.translator import (
+    MANIFEST_FILE,
+    TENSORS_FILE,
+    AffineMap,
+    GroupLayout,
+    GroupTransform,
+    RawLayer,
+    TransformLayer,
+    TransformMode,
+    TranslatorError,
+)
 
 
 @pytest.fixture(scope="module")
@@ -218,3 +241,198 @@ def test_translator_of_another_pair_is_refused_with_both_values(role):
         check(tiny_spec(4, weights_digest="zz"))
     with pytest.raises(TranslatorError, match=r"rope: translator has .*theta=10000"):
         check(tiny_spec(4, theta=5e5))
+
+
+# ---- groups that are transformed ------------------------------------------------------------------------------------
+
+
+SHIFTS = [(kind, side) for kind in ("keys", "values") for side in ("in_PI", "out_PO")]
+SINK_CASES = ["sinks", "all sinks", "wide sinks", "no sinks"]
+
+
+@pytest.fixture
+def groups(tmp_path):
+    """A saved artifact of a group of two layers and one of one."""
+    translators.save(group_translator(), tmp_path)
+    return tmp_path
+
+
+def test_groups_survive_a_round_trip(groups):
+    original, loaded = group_translator(), translators.load(groups)
+    assert loaded.manifest == original.manifest
+    assert loaded.layers == (TransformLayer(),) * 3
+    for group in range(2):
+        for kind in ("keys", "values"):
+            mine, theirs = (getattr(side.transform(group), kind) for side in (original, loaded))
+            assert mine.layout == theirs.layout
+            for name in ("mean_I", "encode_IS", "decode_SO", "bias_O", "sink_in_PI", "sink_out_PO"):
+                assert torch.equal(getattr(mine, name), getattr(theirs, name))
+    before = {file.name: file.read_bytes() for file in groups.iterdir()}
+    translators.save(loaded, groups)
+    assert {file.name: file.read_bytes() for file in groups.iterdir()} == before
+
+
+def test_groups_and_single_layers_may_be_mixed(tmp_path):
+    mixed = translators.build(
+        _fields(3) | {"groups": ((0, 2), (2, 3))},
+        (TransformLayer(), TransformLayer(), random_reuse()),
+        (random_group(2), None),
+    )
+    translators.save(mixed, tmp_path)
+    loaded = translators.load(tmp_path)
+    assert loaded.manifest.bytes_per_token == (16, 24)
+    assert loaded.transform(0) is not None
+    assert loaded.transform(1) is None
+    with pytest.raises(ValueError, match="layer 1 is coded with its group"):
+        loaded.manifest.layer_bytes(1)
+
+
+def _fields(num_layers):
+    manifest = random_translator(*[RawLayer()] * num_layers).manifest
+    names = ("name", "policy", "code_dtype", "raw_dtype", "producer", "consumer")
+    return {name: getattr(manifest, name) for name in names}
+
+
+def test_bytes_of_groups():
+    manifest = group_translator(random_group(2), random_group(1, key_runs=VALUE_RUNS, value_runs=())).manifest
+    assert manifest.bytes_per_token == (16, 5)
+    layout = GroupLayout(keys=BitLayout(runs=KEY_RUNS), values=BitLayout(runs=VALUE_RUNS), num_sink_tokens=3)
+    assert manifest.transforms[0] == layout
+    # 3 + 3 + 1 + 3 + 1, and 3 + 2
+    assert layout.bytes_per_token == 16
+
+
+def test_fingerprint_covers_layout_and_maps_of_groups():
+    plain = group_translator().manifest
+    relabelled = plain.model_copy(
+        update={
+            "transforms": (plain.transforms[0], GroupLayout(keys=BitLayout(runs=((8, 3),)), values=BitLayout(runs=())))
+        }
+    )
+    swapped = GroupLayout(keys=plain.transforms[0].values, values=plain.transforms[0].keys)
+    exchanged = plain.model_copy(update={"transforms": (swapped, plain.transforms[1])})
+    others = [
+        relabelled,
+        exchanged,
+        group_translator(random_group(2, seed=77), random_group(1, seed=40)).manifest,
+        group_translator(random_group(1), random_group(2, seed=40)).manifest,
+        group_translator(random_group(3)).manifest,
+    ]
+    assert len({plain.fingerprint, *(other.fingerprint for other in others)}) == 6
+    assert group_translator(quality={"frontier": []}, name="other").manifest.fingerprint == plain.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("groups.1.values.bias_O"), r"tensor groups\.1\.values\.bias_O is missing"),
+        (lambda t: t.update({"groups.2.keys.bias_O": torch.zeros(1)}), r"does not know: \['groups\.2\.keys\.bias_O'\]"),
+        (
+            lambda t: t.update({"groups.0.keys.encode_IS": torch.zeros(32, 20)}),
+            r"group 0 keys\.encode: \(32, 20\) .*; expected \(32, 21\)",
+        ),
+        (
+            lambda t: t.update({"groups.0.values.decode_SO": torch.zeros(12, 16)}),
+            r"group 0 values\.decode: \(12, 16\) .*; expected \(12, 32\)",
+        ),
+        (
+            lambda t: t.update({"groups.1.keys.mean_I": torch.zeros(32)}),
+            r"group 1 keys\.mean: \(32,\) .*expected \(16,\)",
+        ),
+        (
+            lambda t: t.update({"groups.1.keys.bias_O": torch.zeros(16, dtype=torch.float64)}),
+            r"group 1 keys\.bias: .*float64; expected .*float32",
+        ),
+        (lambda t: t["groups.0.values.encode_IS"].fill_(float("inf")), r"group 0 values\.encode: .*not finite"),
+        (
+            lambda t: t.update({"groups.0.keys.sink_in_PI": torch.zeros(4, 32)}),
+            r"group 0 keys\.sink_in_PI: \(4, 32\) .*; expected \(3, 32\)",
+        ),
+        (
+            lambda t: t.update({f"groups.0.{kind}.sink_{side}": torch.zeros(4, 32) for kind, side in SHIFTS}),
+            r"group 0 keys\.sink_in_PI: \(4, 32\) .*; expected \(3, 32\)",
+        ),
+        (
+            lambda t: t.update({"groups.1.values.sink_out_PO": torch.zeros(3, 32)}),
+            r"group 1 values\.sink_out_PO: \(3, 32\) .*; expected \(3, 16\)",
+        ),
+        (lambda t: t.pop("groups.1.keys.sink_in_PI"), r"tensor groups\.1\.keys\.sink_in_PI is missing"),
+    ],
+    ids=["missing", "extra", "components", "outputs", "features", "dtype", "infinite", *SINK_CASES],
+)
+def test_wrong_tensors_of_groups_are_refused_by_name(groups, change, message):
+    _forge(groups, change)
+    with pytest.raises(TranslatorError, match=message):
+        translators.load(groups)
+
+
+def _relabel(directory, **fields):
+    """Edit the manifest and make its fingerprint agree."""
+    path = directory / MANIFEST_FILE
+    data = json.loads(path.read_text()) | fields
+    data.pop("fingerprint")
+    data["fingerprint"] = translators.Manifest.model_validate(data).fingerprint
+    path.write_text(json.dumps(data))
+
+
+ONE_RUN = {"keys": {"runs": [[8, 3]]}, "values": {"runs": []}, "num_sink_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"transforms": []}, "layer 0 and group 0 disagree"),
+        ({"transforms": [None, ONE_RUN]}, "layer 0 and group 0 disagree"),
+        ({"transforms": [ONE_RUN]}, "1 transforms for 2 groups"),
+        ({"transforms": [ONE_RUN] * 3}, "3 transforms for 2 groups"),
+        ({"transforms": [ONE_RUN] * 2}, r"group 0 keys\.encode: \(32, 21\) .*expected \(32, 3\)"),
+        ({"transforms": [ONE_RUN | {"num_sink_tokens": 0}] * 2}, "8 tensors that the manifest does not know"),
+        ({"groups": [[0, 1], [1, 3]]}, r"group 0 keys\.mean: \(32,\) .*expected \(16,\)"),
+        ({"layers": [{"mode": "transform"}, {"mode": "raw"}, {"mode": "transform"}]}, "layer 1 and group 0 disagree"),
+    ],
+    ids=["none", "half", "few", "many", "layout", "sinks", "cut", "mode"],
+)
+def test_manifests_that_disagree_with_their_groups_are_refused(groups, fields, message):
+    _relabel(groups, **fields)
+    with pytest.raises(TranslatorError, match=message):
+        translators.load(groups)
+
+
+@pytest.mark.parametrize("runs", [[[2, 4], [8, 1]], [[8, 1], [8, 1]], [[6, 3]], [[5, 8]], [[8, 0]], [[8, -1]]], ids=str)
+def test_layouts_that_are_none_are_refused(groups, runs):
+    data = json.loads((groups / MANIFEST_FILE).read_text())
+    data["transforms"][1]["keys"]["runs"] = runs
+    (groups / MANIFEST_FILE).write_text(json.dumps(data))
+    with pytest.raises(TranslatorError, match=r"wrong fields, first: .*transforms"):
+        translators.load(groups)
+
+
+@pytest.mark.parametrize(
+    ("layers", "transforms", "message"),
+    [
+        ((TransformLayer(), TransformLayer()), (), "layer 0 and group 0 disagree"),
+        ((RawLayer(), RawLayer()), (random_group(2),), "layer 0 and group 0 disagree"),
+        ((TransformLayer(), RawLayer()), (random_group(2),), "layer 1 and group 0 disagree"),
+        ((TransformLayer(), TransformLayer()), (random_group(2), None), "2 transforms for 1 groups"),
+        ((TransformLayer(), TransformLayer()), (random_group(3),), r"group 0 keys\.mean: \(48,\) .*expected \(32,\)"),
+    ],
+    ids=["no transform", "no mode", "half", "many", "wide"],
+)
+def test_maps_that_disagree_are_not_built(layers, transforms, message):
+    with pytest.raises(TranslatorError, match=message):
+        translators.build(_fields(2) | {"groups": ((0, 2),)}, layers, transforms)
+
+
+def test_keys_and_values_have_the_same_sinks():
+    mixed = GroupTransform(keys=random_group(1).keys, values=random_group(1, num_sinks=0).values)
+    with pytest.raises(TranslatorError, match=r"group 0 values\.sink_in_PI: \(0, 16\) .*; expected \(3, 16\)"):
+        group_translator(mixed)
+    half = GroupTransform(
+        keys=replace(random_group(1).keys, sink_in_PI=None), values=random_group(1, num_sinks=0).values
+    )
+    with pytest.raises(TranslatorError, match=r"group 0 keys\.sink_out_PO: \(3, 16\) .*; expected \(0, 16\)"):
+        group_translator(half)
+
+
+def test_transform_mode_has_no_settings():
+    assert group_translator().manifest.layers == (TransformMode(),) * 3

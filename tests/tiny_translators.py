@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from scd_trt import translator as translators
+from scd_trt.bit_packing import BitLayout
 from scd_trt.model_spec import ModelSpec
 from scd_trt.rope import RopeParameters
-from scd_trt.translator import AffineMap, LayerMaps, PatchLayer, RawLayer, ReuseLayer, Translator
+from scd_trt.translator import (
+    AffineMap,
+    GroupTransform,
+    LayerMaps,
+    PatchLayer,
+    RawLayer,
+    ReuseLayer,
+    RowTransform,
+    TransformLayer,
+    Translator,
+)
 
 NUM_KV_HEADS, HEAD_DIM, HIDDEN = 2, 8, 24
 WIDTH = NUM_KV_HEADS * HEAD_DIM
@@ -80,3 +92,58 @@ def random_translator(*layers: LayerMaps, **fields: Any) -> Translator:
         "groups": tuple((layer, layer + 1) for layer in range(len(maps))),
     }
     return translators.build(given | fields, tuple(maps))
+
+
+KEY_RUNS: tuple[tuple[int, int], ...] = ((8, 3), (6, 4), (4, 2), (3, 8), (2, 4))
+VALUE_RUNS: tuple[tuple[int, int], ...] = ((6, 4), (2, 8))
+"""Every width, and layouts that differ between keys and values: 11 and 5 bytes per token."""
+
+
+def random_rows(width: int, runs: tuple[tuple[int, int], ...], seed: int, *, num_sinks: int = 0) -> RowTransform:
+    """Components of rows of unit spread that fill most levels of their widths and leave their range now and then."""
+    layout = BitLayout(runs=runs)
+    generator = torch.Generator().manual_seed(seed)
+    levels_S = torch.tensor([2.0**bits for bits, count in runs for _ in range(count)])
+    directions_IS = torch.randn(width, layout.num_components, generator=generator) / width**0.5
+    return RowTransform(
+        layout=layout,
+        mean_I=torch.randn(width, generator=generator) * 0.3,
+        encode_IS=directions_IS * levels_S / 4,
+        decode_SO=torch.randn(layout.num_components, width, generator=generator) / levels_S[:, None],
+        bias_O=torch.randn(width, generator=generator),
+        sink_in_PI=torch.randn(num_sinks, width, generator=generator) * 5 if num_sinks else None,
+        sink_out_PO=torch.randn(num_sinks, width, generator=generator) * 5 if num_sinks else None,
+    )
+
+
+def random_group(
+    num_layers: int,
+    *,
+    key_runs: tuple[tuple[int, int], ...] = KEY_RUNS,
+    value_runs: tuple[tuple[int, int], ...] = VALUE_RUNS,
+    width: int = WIDTH,
+    seed: int = 30,
+    num_sinks: int = 3,
+) -> GroupTransform:
+    """A transform of the rows of so many layers of `width`."""
+    return GroupTransform(
+        keys=random_rows(num_layers * width, key_runs, seed, num_sinks=num_sinks),
+        values=random_rows(num_layers * width, value_runs, seed + 1, num_sinks=num_sinks),
+    )
+
+
+def group_translator(*transforms: GroupTransform, width: int = WIDTH, **fields: Any) -> Translator:
+    """A translator of transformed groups (default: one of two layers and one of a single layer)."""
+    coded = transforms or (random_group(2), random_group(1, seed=40))
+    sizes = [len(transform.keys.mean_I) // width for transform in coded]
+    edges = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
+    given: dict[str, Any] = {
+        "name": "tiny",
+        "policy": "rd",
+        "code_dtype": "float16",
+        "raw_dtype": "bfloat16",
+        "producer": tiny_spec(edges[-1]),
+        "consumer": tiny_spec(edges[-1]),
+        "groups": tuple(pairwise(edges)),
+    }
+    return translators.build(given | fields, tuple(TransformLayer() for _ in range(edges[-1])), coded)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,33 @@ from scd_trt import translator as translators
 from scd_trt.config import PairConfig
 from scd_trt.distill import quality, report
 from scd_trt.distill.aligner import train
-from scd_trt.distill.calibration import Progress, SilentProgress, Texts, calibrate, read_texts, sample_rows
+from scd_trt.distill.calibration import (
+    Progress,
+    SilentProgress,
+    Texts,
+    calibrate,
+    group_statistics,
+    layer_statistics,
+    read_texts,
+    sample_rows,
+    sink_rows,
+)
 from scd_trt.distill.fit import LayerFits, Projections
 from scd_trt.distill.layer_selection import LayerSet, Selection, best_layers, configured, select
 from scd_trt.distill.plan import Job, Plan, plan, prepare
+from scd_trt.distill.rate_control import (
+    FINEST,
+    FRONTIER,
+    NUM_BISECTIONS,
+    Transforms,
+    choose,
+    fisher_weights,
+    frontier,
+    group_spectra,
+)
 from scd_trt.distill.sensitivity import ORACLE, RAW, REROTATED, Heldout, Mixture, restore_one_profile
 from scd_trt.models import LoadedModel, load_model, projection_weights
-from scd_trt.translator import LayerMaps, PatchLayer, RawLayer, Translator, TranslatorError
+from scd_trt.translator import LayerMaps, PatchLayer, RawLayer, TransformLayer, Translator, TranslatorError
 
 __all__ = ["Plan", "Progress", "SilentProgress", "distill", "plan"]
 
@@ -52,6 +72,10 @@ SWEEP_SHARES = (0.25, 0.5, 0.75, 1.0)
 
 REUSE, PATCH, PATCH_MLP, EQUAL_BYTES = "reuse", "patch", "patch_mlp", "reuse_equal_bytes"
 SCD, EXACT, MISMATCHED = "scd", "exact", "mismatched"
+RD, TRANSLATION = "rd", "translation"
+
+Fitted = tuple[tuple[LayerMaps, ...], Transforms, dict[str, Any]]
+"""Layers and group transforms as they go into the artifact, and the figures measured of them."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +117,8 @@ def distill(config: PairConfig, *, progress: Progress | None = None, resume: boo
         shutil.rmtree(work, ignore_errors=True)
     elif (finished := _finished(directory, job, texts)) is not None:
         return finished
-    layers, figures = _exact(job, texts, tell) if not job.needs_calibration else _paper(job, texts, work, tell)
-    translator = _assemble(job, layers, quality={"inputs": texts.key} | figures)
+    layers, transforms, figures = _policy(job)(job, texts, work, tell)
+    translator = _assemble(job, layers, transforms, quality={"inputs": texts.key} | figures)
     tell.stage("write the translator", 1)
     report.remove(directory)
     translators.save(translator, directory)
@@ -119,10 +143,14 @@ def _finished(directory: Path, job: Job, texts: Texts) -> Translator | None:
     return found
 
 
-def _exact(job: Job, texts: Texts, tell: Progress) -> tuple[tuple[LayerMaps, ...], dict[str, Any]]:
+def _policy(job: Job) -> Callable[[Job, Texts, Path, Progress], Fitted]:
+    return {"rd": _rd, "paper": _paper, "exact": _exact}[job.config.method.policy]
+
+
+def _exact(job: Job, texts: Texts, _: Path, tell: Progress) -> Fitted:
     layers = tuple(RawLayer() for _ in range(job.num_layers))
     if not job.needs_heldout:
-        return layers, {}
+        return layers, (), {}
     heldout = _open_heldout(job, texts, tell)
     translator = _assemble(job, layers)
     heldout.add_source(EXACT, translator, range(job.num_layers))
@@ -130,18 +158,61 @@ def _exact(job: Job, texts: Texts, tell: Progress) -> tuple[tuple[LayerMaps, ...
     size = translator.manifest.dense_bytes_per_token
     tell.stage("measure on held-out text", len(mixtures) * len(heldout.sequences))
     rows = quality.controls(heldout, mixtures, {ORACLE: None, RAW: size, REROTATED: size, EXACT: size})
-    return layers, quality.sample_sizes(heldout, calibration_tokens=0) | {"controls": rows}
+    return layers, (), quality.sample_sizes(heldout, calibration_tokens=0) | {"controls": rows}
 
 
-def _paper(job: Job, texts: Texts, work: Path, tell: Progress) -> tuple[tuple[LayerMaps, ...], dict[str, Any]]:
-    statistics = calibrate(job, texts, work, tell)
+def _rd(job: Job, texts: Texts, work: Path, tell: Progress) -> Fitted:
+    statistics = calibrate(job, texts, work, tell, into=group_statistics(job))
+    weights_L2F = fisher_weights(job, texts, tell)
+    spectra = group_spectra(job, statistics, weights_L2F, tell, sinks=sink_rows(job, texts))
+    heldout = _open_heldout(job, texts, tell)
+    layers = tuple(TransformLayer() for _ in range(job.num_layers))
+
+    def measured(transforms: Transforms) -> dict[str, Any]:
+        translator = _assemble(job, layers, transforms)
+        heldout.add_source(RD, translator, range(job.num_layers))
+        row = quality.controls(heldout, {RD: heldout.mixture(RD)}, {RD: sum(translator.manifest.bytes_per_token)})
+        return row[RD]
+
+    method = job.config.method
+    tell.stage("measure rates on held-out text", (len(FRONTIER) + 1) * len(heldout.sequences))
+    traced = frontier(spectra, measured)
+    translation = measured(spectra.at_ratio(FINEST))
+    if method.max_kl is not None:
+        tell.stage("search the rate that keeps to max_kl", (1 + NUM_BISECTIONS) * len(heldout.sequences))
+    transforms = choose(
+        spectra, lambda t: float(measured(t)["kl"]), bytes_per_token=method.bytes_per_token, max_kl=method.max_kl
+    )
+    rows = _rd_controls(job, layers, transforms, heldout, tell)
+    rows[TRANSLATION] = translation
+    figures = {"controls": rows, "frontier": traced}
+    return layers, transforms, quality.sample_sizes(heldout, calibration_tokens=statistics.num_tokens) | figures
+
+
+def _rd_controls(
+    job: Job, layers: tuple[LayerMaps, ...], transforms: Transforms, heldout: Heldout, tell: Progress
+) -> dict[str, dict[str, Any]]:
+    own = _assemble(job, layers, transforms)
+    heldout.add_source(RD, own, range(job.num_layers))
+    mixtures = {name: heldout.mixture(name) for name in (ORACLE, RAW, REROTATED, RD)}
+    dense, size = own.manifest.dense_bytes_per_token, sum(own.manifest.bytes_per_token)
+    sizes: dict[str, int | None] = {ORACLE: None, RAW: dense, REROTATED: dense, RD: size, MISMATCHED: size}
+    if len(heldout.sequences) > 1:
+        heldout.add_mismatched(MISMATCHED, mixtures[RD])
+        mixtures[MISMATCHED] = heldout.mixture(MISMATCHED)
+    tell.stage("measure on held-out text", len(mixtures) * len(heldout.sequences))
+    return quality.controls(heldout, mixtures, sizes)
+
+
+def _paper(job: Job, texts: Texts, work: Path, tell: Progress) -> Fitted:
+    statistics = calibrate(job, texts, work, tell, into=layer_statistics(job))
     fits = LayerFits(statistics, job.config.method.ridge)
     heldout = _open_heldout(job, texts, tell)
     choice = _choose(job, fits, heldout, tell)
     if job.config.method.aligner == "mlp" and choice.selection.layers:
         choice = _align(job, choice, heldout, texts, tell)
     sizes = quality.sample_sizes(heldout, calibration_tokens=statistics.num_tokens)
-    return choice.layers, sizes | _figures(job, fits, choice, heldout, tell)
+    return choice.layers, (), sizes | _figures(job, fits, choice, heldout, tell)
 
 
 def _open_heldout(job: Job, texts: Texts, tell: Progress) -> Heldout:
@@ -303,7 +374,13 @@ def _projections(consumer: LoadedModel, layer: int) -> Projections:
     )
 
 
-def _assemble(job: Job, layers: tuple[LayerMaps, ...], *, quality: Mapping[str, Any] | None = None) -> Translator:
+def _assemble(
+    job: Job,
+    layers: tuple[LayerMaps, ...],
+    transforms: Transforms = (),
+    *,
+    quality: Mapping[str, Any] | None = None,
+) -> Translator:
     config = job.config
     fields = {
         "name": config.name,
@@ -312,8 +389,8 @@ def _assemble(job: Job, layers: tuple[LayerMaps, ...], *, quality: Mapping[str, 
         "raw_dtype": config.consumer.dtype,
         "producer": job.producer,
         "consumer": job.consumer,
-        "groups": tuple((layer, layer + 1) for layer in range(job.num_layers)),
+        "groups": job.groups,
         "config_digest": config.method_digest(),
         "quality": dict(quality or {}),
     }
-    return translators.build(fields, layers)
+    return translators.build(fields, layers, transforms)

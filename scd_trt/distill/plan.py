@@ -23,6 +23,12 @@ from scd_trt.distill.layer_selection import LayerSet, check_layers
 from scd_trt.model_spec import ModelSpec, check_pair
 from scd_trt.models import materialize
 
+NUM_RATES = 14
+"""Rates that policy `rd` tries, at most: those of the frontier, and twice the finest, and a bisection."""
+
+DEFAULT_RATIO = 10.0
+"""Policy `rd` without a limit: by how much the codes are smaller than the cache."""
+
 NUM_CONTROLS = 7
 """Rows of the held-out table, at most."""
 
@@ -75,11 +81,22 @@ class Job:
     def patch_candidates(self) -> LayerSet:
         """Layers that may be patched: those configured, or all."""
         method = self.config.method
-        if method.policy == "exact":
+        if method.policy != "paper":
             return ()
         if method.patch_layers != "auto":
             return check_layers(method.patch_layers, self.num_layers)
         return tuple(range(self.num_layers)) if method.max_patch_layers else ()
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """Half-open ranges of layers that are coded together."""
+        size = self.config.method.group_layers if self.config.method.policy == "rd" else 1
+        return tuple((start, min(start + size, self.num_layers)) for start in range(0, self.num_layers, size))
+
+    @property
+    def dense_bytes_per_token(self) -> int:
+        """The cache itself, in the consumer's dtype."""
+        return self.num_layers * 2 * self.consumer.kv_dim * _itemsize(self.config.consumer.dtype)
 
     @property
     def code_bytes(self) -> int:
@@ -104,7 +121,8 @@ class Plan:
         statistics_bytes: streamed moments; does not grow with the calibration text.
         weights_bytes: both models in float32.
         heldout_bytes: held-out caches and reference predictions.
-        reuse_bytes_per_token: codes of one token with no layer patched.
+        code_bytes_per_token: codes of one token (paper: with no layer patched, rd: at most); None where held-out text
+            decides.
         dense_bytes_per_token: the cache itself.
     """
 
@@ -119,7 +137,7 @@ class Plan:
     statistics_bytes: int
     weights_bytes: int
     heldout_bytes: int
-    reuse_bytes_per_token: int
+    code_bytes_per_token: int | None
     dense_bytes_per_token: int
 
     def as_json(self) -> dict[str, Any]:
@@ -143,7 +161,9 @@ def prepare(config: PairConfig, *, tell: Callable[[str], None] | None = None) ->
     )
     check_pair(job.producer, job.consumer)
     _check_lengths(job)
-    _ = job.r_k, job.r_v, job.r_h, job.patch_candidates
+    _ = job.patch_candidates
+    if config.method.policy == "paper":
+        _ = job.r_k, job.r_v, job.r_h
     return job
 
 
@@ -167,8 +187,8 @@ def plan(config: PairConfig) -> Plan:
         weights_bytes=_weight_bytes(job.producer_path, job.producer.dtype)
         + _weight_bytes(job.consumer_path, job.consumer.dtype),
         heldout_bytes=_heldout_bytes(job) * job.needs_heldout,
-        reuse_bytes_per_token=(sum(job.r_k) + sum(job.r_v)) * job.code_bytes,
-        dense_bytes_per_token=_dense_bytes(job),
+        code_bytes_per_token=_code_bytes(job),
+        dense_bytes_per_token=job.dense_bytes_per_token,
     )
 
 
@@ -190,6 +210,8 @@ def _check_lengths(job: Job) -> None:
 
 def _num_mixtures(job: Job) -> int:
     method = job.config.method
+    if method.policy == "rd":
+        return NUM_CONTROLS + NUM_RATES
     if method.patch_layers != "auto":
         return NUM_CONTROLS + len(method.patch_layers)
     tried = min(method.num_candidates, job.num_layers)
@@ -197,7 +219,20 @@ def _num_mixtures(job: Job) -> int:
     return NUM_CONTROLS + (1 + job.num_layers + sum(tried - step for step in steps) if steps else 0)
 
 
+def _code_bytes(job: Job) -> int | None:
+    method = job.config.method
+    if method.policy == "exact":
+        return job.dense_bytes_per_token
+    if method.policy == "paper":
+        return (sum(job.r_k) + sum(job.r_v)) * job.code_bytes
+    if method.max_kl is not None:
+        return None
+    return method.bytes_per_token or int(job.dense_bytes_per_token / DEFAULT_RATIO)
+
+
 def _statistics_bytes(job: Job) -> int:
+    if job.config.method.policy == "rd":
+        return 8 * sum(2 * ((stop - start) * 2 * job.consumer.kv_dim) ** 2 for start, stop in job.groups)
     hidden = job.producer.hidden_size + job.consumer.hidden_size
     return 8 * (job.num_layers * 2 * (2 * job.consumer.kv_dim) ** 2 + len(job.patch_candidates) * hidden**2)
 
@@ -206,14 +241,10 @@ def _heldout_bytes(job: Job) -> int:
     heldout = job.config.heldout
     hidden = job.num_layers * job.producer.hidden_size * _itemsize(job.config.producer.dtype)
     # oracle, raw, re-rotated, reuse, patch and one source of the sweep
-    per_token = 6 * _dense_bytes(job) + hidden
+    per_token = 6 * job.dense_bytes_per_token + hidden
     return heldout.num_sequences * (
         heldout.prefix_tokens * per_token + heldout.scored_tokens * job.consumer.vocab_size * 4
     )
-
-
-def _dense_bytes(job: Job) -> int:
-    return job.num_layers * 2 * job.consumer.kv_dim * _itemsize(job.config.consumer.dtype)
 
 
 def _weight_bytes(path: Path, dtype: str) -> int:

@@ -108,11 +108,28 @@ def _plot_sweep(axes: Axes, manifest: Manifest) -> None:
     axes.legend(frameon=False)
 
 
+def _plot_frontier(axes: Axes, manifest: Manifest) -> None:
+    points, rows = manifest.quality["frontier"], manifest.quality["controls"]
+    sizes = [point["bytes_per_token"] for point in points]
+    axes.plot(sizes, [point["kl"] for point in points], "o-", color=_SCD_COLOR, label="rate-distortion codes")
+    axes.plot(sizes, [point["kl_worst_decile"] for point in points], ":", color=_SCD_COLOR, label="worst decile")
+    for point in points:
+        where = (point["bytes_per_token"], point["kl"])
+        axes.annotate(f"{point['ratio']:g}x", where, textcoords="offset points", xytext=(5, 5), fontsize=9)
+    axes.plot([rows["rd"]["bytes_per_token"]], [rows["rd"]["kl"]], "D", color=_REUSE_COLOR, label="this artifact")
+    axes.plot([rows["raw"]["bytes_per_token"]], [rows["raw"]["kl"]], "s", color=_NEUTRAL, label="raw reuse")
+    axes.axhline(rows["translation"]["kl"], linestyle="--", color=_NEUTRAL, linewidth=1, label="translation, 8 bits")
+    axes.set(xscale="log", yscale="log", xlabel="bytes per token", ylabel="KL to the oracle, nats per token")
+    axes.set_title("Loss by size of the codes")
+    axes.legend(frameon=False)
+
+
 _FIGURES: dict[str, tuple[str, str, Callable[[Axes, Manifest], None]]] = {
     "efficiency": ("selection", "Gain per cost over the number of Patch layers", _plot_efficiency),
     "restore_one": ("restore_one", "Which layers hurt most", _plot_profile),
     "query_error": ("query_error", "Error of the query path per layer", _plot_query_error),
     "rank_sweep": ("rank_sweep", "Quality by rank", _plot_sweep),
+    "frontier": ("frontier", "Loss by size of the codes", _plot_frontier),
 }
 
 

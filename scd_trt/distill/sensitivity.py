@@ -90,15 +90,19 @@ class Heldout:
 
     @torch.no_grad()
     def add_source(self, name: str, translator: Translator, layers: Iterable[int]) -> None:
-        """Encode and decode the given layers of every prefix; each layer must be a group of its own."""
+        """Encode and decode the groups of the given layers of every prefix."""
+        wanted = set(layers)
+        groups = [index for index, group in enumerate(translator.manifest.groups) if wanted.intersection(range(*group))]
         encoder, decoder = Encoder(translator), Decoder(translator)
         for sequence in self.sequences:
             num_tokens = sequence.inputs[0].k_THD.shape[0]
             positions_S = torch.arange(num_tokens)
             kept = sequence.sources.setdefault(name, {})
-            for layer in layers:
-                codes_SC = encoder.encode(layer, [sequence.inputs[layer]], positions_S, seq_len=num_tokens)
-                kept[layer] = self._as_pool(decoder.decode(layer, codes_SC, positions_S, seq_len=num_tokens)[0])
+            for group in groups:
+                start, stop = translator.manifest.groups[group]
+                codes_SC = encoder.encode(group, sequence.inputs[start:stop], positions_S, seq_len=num_tokens)
+                decoded = decoder.decode(group, codes_SC, positions_S, seq_len=num_tokens)
+                kept.update(zip(range(start, stop), map(self._as_pool, decoded), strict=True))
 
     def add_mismatched(self, name: str, mixture: Mixture) -> None:
         """A source that gives every sequence the next one's cache: what reads the cache must suffer."""

@@ -1,11 +1,13 @@
 """Streamed second moments of paired activations: all that the closed-form fit reads of the calibration text.
 
 Owns: `Moments` (count, mean and centred cross-product, updated row batch by row batch), `PairStatistics` (the moments of
-every layer of a model pair) and their file, which lets an interrupted calibration continue exactly where it stopped.
+every layer, or group of layers, of a model pair) and their file, which lets an interrupted calibration continue exactly
+where it stopped.
 
 Shapes: T tokens, n width of a joint row. A joint row is `[a b]`: the producer's row followed by the consumer's, so
 `n = n_a + n_b`. Per layer: keys before RoPE `[K_A K_B]`, values `[V_A V_B]` and, where Patch is possible, normalised
-attention inputs `[X_A X_B]` (METHOD, section 1).
+attention inputs `[X_A X_B]` (METHOD, section 1). Per group of layers, for policy `rd`: the keys
+of all its layers side by side, and their values.
 
 Arithmetic is float64. Batches are merged by Chan's update, which keeps products centred: summing raw products would lose
 the digits that matter where a mean is large against its spread, as in keys. Memory is O(n^2) per layer and does not
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from scd_trt.config import ScdError
 
-Kind = Literal["k", "v", "x"]
+Kind = Literal["k", "v", "x", "group_k", "group_v"]
 
 
 class StatisticsError(ScdError):
@@ -90,12 +92,10 @@ class Moments:
 class PairStatistics:
     """Moments of every layer of a pair, and how many calibration sequences they cover."""
 
-    def __init__(self, widths: Mapping[Kind, tuple[int, int]], layers: Mapping[Kind, range | tuple[int, ...]]) -> None:
-        """`widths` of the producer's and the consumer's rows, and the `layers` to observe, of each kind."""
+    def __init__(self, widths: Mapping[tuple[int, Kind], tuple[int, int]]) -> None:
+        """Widths of the producer's and the consumer's rows, by layer (or group) and kind."""
         self.num_sequences = 0
-        self.moments: dict[tuple[int, Kind], Moments] = {
-            (layer, kind): Moments(*widths[kind]) for kind in widths for layer in layers[kind]
-        }
+        self.moments: dict[tuple[int, Kind], Moments] = {key: Moments(*found) for key, found in widths.items()}
 
     def __getitem__(self, key: tuple[int, Kind]) -> Moments:
         return self.moments[key]

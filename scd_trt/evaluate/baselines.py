@@ -10,8 +10,8 @@ consumer's RoPE and values `[S, H, D]`. Names and meaning (METHOD, section 3):
     raw_int4        raw_rerotated in 4 bits, groups of 64 elements of a token with float16 scale and offset
     ridge           full-rank ridge regression of the consumer's keys and values on the producer's, layer by layer
     ridge_int4      the same, then 4 bits as above
-    reuse_only      every layer Reuse (joint SVD, ridge encoder)
-    scd             the translator of the pair
+    reuse_only      every layer Reuse (joint SVD, ridge encoder), at the configured ranks r_k and r_v
+    scd, rd, exact  the translator of the pair, named by its policy (scd: `paper`)
     mismatched      the translator's codes of another prompt: must collapse
     no_cache        nothing: the consumer sees only what follows the prefix, at its true positions
 
@@ -123,14 +123,15 @@ def controls(consumer: LoadedModel, translator: Translator, fits: Fits | None) -
         Control("raw_int4", int4, rerotated(through_int4)),
     ]
     if fits is not None:
-        reuse_only = translators.build(_without_layers(translator.manifest), fits.reuse)
+        reuse_only = translators.build(_reuse_fields(translator.manifest), fits.reuse)
         found += [
             Control("ridge", dense, rerotated(_same, fits.ridge)),
             Control("ridge_int4", int4, rerotated(through_int4, fits.ridge)),
             Control("reuse_only", float(sum(reuse_only.manifest.bytes_per_token)), _coded(reuse_only)),
         ]
     size = float(sum(translator.manifest.bytes_per_token))
-    found += [Control("scd", size, _coded(translator)), Control(MISMATCHED, size, _coded(translator, of_another=True))]
+    own = {"paper": "scd"}.get(translator.manifest.policy, translator.manifest.policy)
+    found += [Control(own, size, _coded(translator)), Control(MISMATCHED, size, _coded(translator, of_another=True))]
     return {control.name: control for control in found}
 
 
@@ -144,8 +145,11 @@ def ridge_map(moments: Moments, ridge: float) -> AffineMap:
     return AffineMap(weight_AB.float(), bias_B.float())
 
 
-def _without_layers(manifest: Manifest) -> dict[str, Any]:
-    return {name: getattr(manifest, name) for name in Manifest.model_fields if name not in ("layers", "tensors_digest")}
+def _reuse_fields(manifest: Manifest) -> dict[str, Any]:
+    """The manifest of another policy on the same pair: every layer by itself."""
+    kept = set(Manifest.model_fields) - {"layers", "transforms", "tensors_digest", "format_version", "quality"}
+    groups = tuple((layer, layer + 1) for layer in range(manifest.consumer.num_layers))
+    return {name: getattr(manifest, name) for name in kept} | {"policy": "paper", "groups": groups}
 
 
 def _int4_bytes_per_element(width: int) -> float:

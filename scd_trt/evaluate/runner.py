@@ -27,8 +27,7 @@ import torch
 
 from scd_trt import translator as translators
 from scd_trt.config import ModelConfig, PairConfig, ScdError
-from scd_trt.corpus import token_sequences
-from scd_trt.distill.calibration import calibrate, read_texts
+from scd_trt.distill.calibration import calibrate, heldout_length, layer_statistics, read_texts, text_sequences
 from scd_trt.distill.fit import LayerFits
 from scd_trt.distill.plan import prepare
 from scd_trt.evaluate.baselines import (
@@ -221,7 +220,7 @@ class _Bench:
             raise EvaluationError(
                 f"{config.translator_path()} was fitted with other settings than the pair file has now; run `scd-trt distill`"
             )
-        fits = _fits(config, out, progress) if translator.manifest.policy == "paper" else None
+        fits = _fits(config, out, progress) if translator.manifest.policy != "exact" else None
         progress.stage("load both models", 2)
         producer, consumer = _load(config.producer, progress), _load(config.consumer, progress)
         check_pair(producer.spec, consumer.spec)
@@ -237,17 +236,13 @@ class _Bench:
 
     @torch.no_grad()
     def _texts(self, plan: EvaluationPlan, skip: int) -> Iterator[list[Measured]]:
-        heldout = self.config.heldout
-        length = heldout.prefix_tokens + heldout.scored_tokens + 1
-        sequences = list(
-            token_sequences(
-                heldout.source,
-                lambda text: self.consumer.tokenizer(text, add_special_tokens=False)["input_ids"],
-                num_tokens=length * plan.num_items,
-                sequence_tokens=length,
-                split="test",
-                seed=plan.seed,
-            )
+        sequences = text_sequences(
+            self.consumer.tokenizer,
+            self.config.heldout.source,
+            "test",
+            num_sequences=plan.num_items,
+            sequence_tokens=heldout_length(self.config.heldout),
+            seed=plan.seed,
         )
         for index in range(skip, len(sequences)):
             yield self._text(index, sequences)
@@ -319,7 +314,7 @@ class _Bench:
 def _fits(config: PairConfig, out: Path, progress: Progress) -> Fits:
     """What controls need beyond the artifact, from the same calibration text; its moments stay in `out`."""
     job = prepare(config)
-    statistics = calibrate(job, read_texts(job), out / "calibration", progress)
+    statistics = calibrate(job, read_texts(job), out / "calibration", progress, into=layer_statistics(job))
     layers = range(job.num_layers)
     ridge = config.method.ridge
     reuse = LayerFits(statistics, ridge)

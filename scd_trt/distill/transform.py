@@ -1,0 +1,138 @@
+"""Fit of a group transform: the consumer's rows predicted, decorrelated and quantised under one rate (METHOD, section 2).
+
+Shapes: I features of a group's producer rows, O consumer rows, C components, S sent components. For one group of layers and
+one kind of rows (keys before RoPE, or values), with centred `x_I`, `y_O` and weights `w_O` (what an error in an element
+costs, `fisher`), all in float64:
+
+    regression    W_IO = (C_xx + lambda I)^-1 C_xy            consumer-space ridge; lambda = ridge * mean diagonal of C_xx
+    components    U of  w^1/2 W' C_xx W w^1/2 = U diag(s) U'  weighted PCA of the *predicted* rows, largest s first
+    bits          `rate_distortion.allocate_groups` on s, all groups and kinds under one Lagrangian
+    step          2 * loading(b) * sqrt(s) / 2^b              `quantiser`, loading of a Gaussian
+
+so that `level = clamp(floor((x - mean) @ encode) + 2^(b-1), 0, 2^b - 1)` with `encode = W w^1/2 U_S / step`, and
+`y ~ (level + 1/2 - 2^(b-1)) * step @ U_S' w^-1/2 + mean_y = level @ decode + bias`. The bias is computed from the float32
+matrix that is stored, so that its rounding does not shift the mean.
+
+Predicted loss in nats per scored token is `1/2 * S_prefix * (sum_c s_c D(b_c) + translation)`, `translation` being the
+weighted variance that no linear map of the features explains; it is the floor that no rate gets below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from scd_trt.distill.quantiser import DistortionTable
+from scd_trt.distill.rate_distortion import Allocation
+from scd_trt.distill.statistics import Moments
+from scd_trt.translator import RowTransform
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Predicted consumer rows in the basis that decorrelates them under the weights.
+
+    Attributes:
+        analyse_IC: centred features to components.
+        synthesise_CO: components to centred consumer rows.
+        variance_C: weighted variance of each component, falling.
+        translation: weighted variance of the consumer's rows that the regression leaves unexplained.
+    """
+
+    analyse_IC: Tensor
+    synthesise_CO: Tensor
+    variance_C: Tensor
+    mean_I: Tensor
+    mean_O: Tensor
+    translation: float
+
+
+@dataclass(frozen=True)
+class SinkRows:
+    """Mean rows of the first P positions, of the producer `[P, I]` and of the consumer `[P, O]`, float64.
+
+    The first tokens of a sequence are attention sinks: their rows lie so far from all others that no quantiser for those
+    holds them. They are also nearly the same in every sequence, and exactly so where prompts open alike.
+    """
+
+    mean_PI: Tensor
+    mean_PO: Tensor
+
+
+def spectrum(moments: Moments, weights_O: Tensor, *, ridge: float) -> Spectrum:
+    """Regress, weight and decorrelate the rows of one group and kind; weights are positive."""
+    width, covariance_nn = moments.width_a, moments.covariance()
+    covariance_II, covariance_IO = covariance_nn[:width, :width], covariance_nn[:width, width:]
+    shift = ridge * covariance_II.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+    gram_II = covariance_II + torch.eye(width, dtype=torch.float64) * shift
+    map_IO = torch.cholesky_solve(covariance_IO, torch.linalg.cholesky(gram_II))
+    root_O = weights_O.sqrt()
+    weighted_IO = map_IO * root_O
+    variance_C, vectors_OC = torch.linalg.eigh(weighted_IO.T @ covariance_II @ weighted_IO)
+    vectors_OC = _fixed_signs(vectors_OC.flip(1))
+    explained_O = 2 * (map_IO * covariance_IO).sum(0) - (map_IO * (covariance_II @ map_IO)).sum(0)
+    residual_O = covariance_nn.diagonal()[width:] - explained_O
+    return Spectrum(
+        analyse_IC=weighted_IO @ vectors_OC,
+        synthesise_CO=vectors_OC.T / root_O,
+        variance_C=variance_C.flip(0).clamp_min(0.0),
+        mean_I=moments.mean_n[:width],
+        mean_O=moments.mean_n[width:],
+        translation=float((residual_O.clamp_min(0.0) * weights_O).sum()),
+    )
+
+
+def row_transform(
+    found: Spectrum, allocation: Allocation, table: DistortionTable, *, sinks: SinkRows | None = None
+) -> RowTransform:
+    """The maps of the components that are sent, in packing order."""
+    sent_S = allocation.sent_S
+    widths_S = allocation.widths_C[sent_S]
+    loading_S = torch.tensor([table.loading[table.widths.index(int(width))] for width in widths_S], dtype=torch.float64)
+    # a packing unit may carry a component without spread, a millionth of the largest: the rounding of a float64 variance;
+    # any step will do for it, whatever the unit of the weights
+    least = max(float(found.variance_C.max().sqrt()) * 1e-6, torch.finfo(torch.float32).tiny)
+    deviation_S = found.variance_C[sent_S].sqrt().clamp_min(least)
+    has_spread_S = deviation_S > least
+    step_S = 2 * loading_S * deviation_S / torch.exp2(widths_S.double())
+    decode_SO = (found.synthesise_CO[sent_S] * step_S[:, None]).float()
+    offset_S = 0.5 - torch.exp2(widths_S.double() - 1)
+    encode_IS = (found.analyse_IC[:, sent_S] / step_S).float().contiguous()
+    half_I = _half_step(encode_IS[:, has_spread_S])
+    return RowTransform(
+        layout=allocation.layout,
+        mean_I=found.mean_I.float(),
+        encode_IS=encode_IS,
+        decode_SO=decode_SO.contiguous(),
+        bias_O=(found.mean_O + offset_S @ decode_SO.double()).float(),
+        sink_in_PI=None if sinks is None else (sinks.mean_PI - found.mean_I - half_I).float(),
+        sink_out_PO=None if sinks is None else (sinks.mean_PO - found.mean_O - decode_SO.double().sum(0) / 2).float(),
+    )
+
+
+def _half_step(encode_IS: Tensor) -> Tensor:
+    """The smallest row whose components are all half a step.
+
+    Components without spread have no place here: only an enormous row would move them.
+    The quantiser has no level at zero, and half a step in every component is too much for a sink: shifted by this row, the
+    mean row of a sink lies in the middle of a cell and comes back exactly.
+    """
+    encode_SI = encode_IS.double().T
+    halves_S1 = torch.full((len(encode_SI), 1), 0.5, dtype=torch.float64)
+    solution_I1: Tensor = torch.linalg.lstsq(encode_SI, halves_S1, driver="gelsd").solution
+    return solution_I1[:, 0]
+
+
+def predicted_kl(spectra: Sequence[Spectrum], allocations: Sequence[Allocation], *, prefix_tokens: int) -> float:
+    """Loss in nats per scored token that the model of this file predicts for a prefix of that length."""
+    coding = sum(allocation.predicted_distortion for allocation in allocations)
+    return 0.5 * prefix_tokens * (coding + sum(found.translation for found in spectra))
+
+
+def _fixed_signs(vectors_OC: Tensor) -> Tensor:
+    """Eigenvectors with their largest entry positive: equal input, equal output."""
+    largest_1C = vectors_OC.gather(0, vectors_OC.abs().argmax(0, keepdim=True))
+    return vectors_OC * torch.where(largest_1C < 0, -1.0, 1.0)
