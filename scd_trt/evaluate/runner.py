@@ -21,13 +21,20 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from scd_trt import translator as translators
 from scd_trt.config import ModelConfig, PairConfig, ScdError
-from scd_trt.distill.calibration import calibrate, heldout_length, layer_statistics, read_texts, text_sequences
+from scd_trt.distill.calibration import (
+    Progress,
+    calibrate,
+    heldout_length,
+    layer_statistics,
+    read_texts,
+    text_sequences,
+)
 from scd_trt.distill.fit import LayerFits
 from scd_trt.distill.plan import prepare
 from scd_trt.evaluate.baselines import (
@@ -57,14 +64,6 @@ ITEMS_FILE, RESULTS_FILE = "items.jsonl", "results.json"
 
 class EvaluationError(ScdError):
     """There is nothing to measure, or the output directory holds the results of other settings."""
-
-
-class Progress(Protocol):
-    """What a caller shows of a run."""
-
-    def stage(self, name: str, total: int) -> None: ...
-
-    def advance(self, num_steps: int = 1) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
 from scd_trt.config import PairConfig, ScdError, cache_root
-from scd_trt.distill.pipeline import distill
+from scd_trt.distill.pipeline import Progress, distill
 from scd_trt.evaluate.tasks import Question, f1, prompt, questions
 from scd_trt.serving.launcher import Child, LaunchError, serving_group
 from scd_trt.translator import Translator
@@ -35,14 +35,6 @@ SEED = 3
 
 class DemoError(ScdError):
     """A server of the demo gave no answer."""
-
-
-class ProgressLike(Protocol):
-    """What the command line renders as bars."""
-
-    def stage(self, name: str, total: int) -> None: ...
-
-    def advance(self, num_steps: int = 1) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +69,7 @@ class DemoRow:
         return asdict(self) | {"f1": scores}
 
 
-def ensure_translator(config: PairConfig, *, progress: ProgressLike) -> Translator:
+def ensure_translator(config: PairConfig, *, progress: Progress) -> Translator:
     """The pair's translator; distilled now unless an artifact of the same settings exists."""
     return distill(config, progress=progress)
 
@@ -115,7 +107,7 @@ def await_interrupt(children: dict[str, Child]) -> None:
                 raise LaunchError(child.describe_end())
 
 
-def run_demo(pair_file: Path, config: PairConfig, *, logs: Path, progress: ProgressLike) -> list[DemoRow]:
+def run_demo(pair_file: Path, config: PairConfig, *, logs: Path, progress: Progress) -> list[DemoRow]:
     """Serve the pair and ask the demo's questions.
 
     Raises:
@@ -138,7 +130,7 @@ def demo_questions() -> list[Question]:
 
 
 def _rows(
-    asked: list[Question], children: dict[str, Child], config: PairConfig, progress: ProgressLike
+    asked: list[Question], children: dict[str, Child], config: PairConfig, progress: Progress
 ) -> Iterator[DemoRow]:
     for index, question in enumerate(asked):
         messages = list(prompt(question).messages)
