@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import io
 import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -473,7 +474,8 @@ def _read_gguf(gguf: Path) -> tuple[Any, Any]:
         else {"quantization_config": transformers.GgufConfig(dequantize=True)}
     )
     try:
-        with _quiet_library():
+        # the GGUF reader draws a bar of its own, which the library's switch does not reach
+        with _quiet_library(), redirect_stderr(io.StringIO()):
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 gguf.parent, dtype=torch.bfloat16, **place, **newer
             )

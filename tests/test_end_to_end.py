@@ -22,6 +22,7 @@ from scd_trt.models import load_model
 from scd_trt.serving.launcher import Child
 from scd_trt.transfer.control import ControlClient
 from scd_trt.transfer.trace import TraceEvent
+from scd_trt.translator import load_manifest
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -71,6 +72,18 @@ def test_codes_are_fewer_bytes_and_the_second_time_none_travel(paper: tuple[Tiny
     assert set(first["usage"]["scd"]["ms"]) >= {"expect", "prefill", "encode", "transfer", "wait", "decode_codes"}
     assert second["usage"]["scd"]["bytes_sent"] == 0
     assert second["choices"][0]["text"] == first["choices"][0]["text"]
+
+
+def test_metrics_tell_translator_transport_and_store(paper: tuple[TinyPair, dict[str, Child]]) -> None:
+    pair, children = paper
+    complete(children["router"].url, text_of(105, 100), model=pair.config.name)
+    fingerprint = load_manifest(pair.config.translator_path()).fingerprint
+    for role in ("prefill", "decode"):
+        lines = httpx.get(f"{children[role].url}/metrics").text.splitlines()
+        assert f'scd_translator_info{{fingerprint="{fingerprint}"}} 1.0' in lines
+        assert any(line.startswith('scd_transport_info{lane="ucx') for line in lines)
+        stored = next(float(line.split()[1]) for line in lines if line.startswith("scd_code_store_bytes "))
+        assert stored > 0
 
 
 def test_an_unmodified_openai_client_chats_and_streams(paper: tuple[TinyPair, dict[str, Child]]) -> None:

@@ -57,6 +57,7 @@ class ConnectorRuntime:
         producer: the sending session (prefill role).
         consumer: the receiving session (decode role).
         store: codes by block key; on the decode side the same object as `consumer.store`.
+        lane: what the codes travel over, in words.
     """
 
     translator: Translator
@@ -64,6 +65,7 @@ class ConnectorRuntime:
     store: CodeStore
     producer: Producer | None = None
     consumer: Consumer | None = None
+    lane: str = ""
     unfinished_pushes: dict[str, Push] = field(default_factory=dict)
     promises: dict[int, PinnedBlocks] = field(default_factory=dict)
 
@@ -135,8 +137,8 @@ class ConnectorRuntime:
         }
         transport = open_transport(config.transport)
         if role == "prefill":
-            return cls(translator, layout, store, producer=Producer(transport, **session))
-        return cls(translator, layout, store, consumer=Consumer(transport, store=store, **session))
+            return cls(translator, layout, store, producer=Producer(transport, **session), lane=transport.lane)
+        return cls(translator, layout, store, consumer=Consumer(transport, store=store, **session), lane=transport.lane)
 
     def close(self) -> None:
         """End the session; pending pushes fail, pins are released."""

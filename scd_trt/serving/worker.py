@@ -69,6 +69,7 @@ def build_worker(config: PairConfig, role: Role) -> Worker:
         raise
     metrics = ServerMetrics()
     metrics.set_translator(translator.manifest.fingerprint)
+    metrics.set_transport(runtime.lane)
     metrics.watch_code_store(lambda: runtime.store.statistics().num_bytes)
     app = create_app(
         engine,
