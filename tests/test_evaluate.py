@@ -15,7 +15,7 @@ from serving_pairs import TinyPair, write_pair
 from scd_trt.distill.pipeline import SilentProgress, distill
 from scd_trt.distill.statistics import Moments
 from scd_trt.evaluate import report
-from scd_trt.evaluate.baselines import prefix_of, ridge_map, stacked, through_fp8, through_int4
+from scd_trt.evaluate.baselines import controls, prefix_of, ridge_map, stacked, through_fp8, through_int4
 from scd_trt.evaluate.generation import empty_cache, greedy
 from scd_trt.evaluate.runner import (
     ITEMS_FILE,
@@ -28,6 +28,7 @@ from scd_trt.evaluate.runner import (
     summarise,
 )
 from scd_trt.models import load_model
+from scd_trt.translator import load
 
 TEXT = EvaluationPlan(tasks=("text",), num_items=3)
 
@@ -92,6 +93,22 @@ def test_greedy_over_several_caches_equals_each_alone(pair: TinyPair) -> None:
     assert own == [token for token in expected if token not in consumer.eos_token_ids]
     whole = greedy(consumer, empty_cache(consumer), ids, first_position=0, max_tokens=8)
     assert whole == [own]
+
+
+def test_mismatched_is_the_cache_of_the_other_prompt(pair: TinyPair) -> None:
+    consumer, producer = load_model(pair.consumer), load_model(pair.producer)
+    compared = controls(consumer, load(pair.config.translator_path()), None)
+    own, other = (
+        prefix_of(producer, consumer, torch.arange(start, start + length)) for start, length in ((10, 24), (40, 16))
+    )
+    mismatched = compared["mismatched"].cache(own, other)
+    expected = compared["scd"].cache(other, own)
+    for (k, v), (k_other, v_other) in zip(mismatched, expected, strict=True):
+        assert torch.equal(k[:16], k_other)
+        # the other prompt is shorter: its values repeat, its keys are rotated for their new positions
+        assert torch.equal(v[:16], v_other)
+        assert torch.equal(v[16:], v_other[:8])
+    assert not torch.equal(mismatched[0][1], compared["scd"].cache(own, other)[0][1])
 
 
 def test_every_control_is_measured_and_the_oracle_is_the_reference(pair: TinyPair, tmp_path: Path) -> None:
