@@ -209,12 +209,11 @@ def _kinds(transform: GroupTransform) -> tuple[RowTransform, RowTransform]:
 
 def _levels(rows: RowTransform, features_TI: Tensor, positions_T: Tensor) -> Tensor:
     """Quantised components, uint8 `[T, S]`."""
-    half_S = torch.tensor([2.0 ** (width - 1) for width, count in rows.layout.runs for _ in range(count)])
     centred_TI = features_TI - rows.mean_I
     if rows.sink_in_PI is not None:
         centred_TI = _shifted(centred_TI, -rows.sink_in_PI, positions_T)
     scaled_TS = centred_TI @ rows.encode_IS
-    return (scaled_TS.floor_().add_(half_S)).clamp_(torch.zeros(()), 2 * half_S - 1).to(torch.uint8)
+    return scaled_TS.floor_().add_(rows.half_S).clamp_(torch.zeros(()), 2 * rows.half_S - 1).to(torch.uint8)
 
 
 def _rows(rows: RowTransform, levels_TS: Tensor, positions_T: Tensor) -> Tensor:

@@ -26,8 +26,9 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
@@ -205,8 +206,6 @@ class PatchLayer:
 class RawLayer:
     """No maps: rows of the pool."""
 
-    names: ClassVar[tuple[str, ...]] = ()
-
 
 @dataclass(frozen=True)
 class TransformLayer:
@@ -233,6 +232,14 @@ class RowTransform:
     bias_O: Tensor
     sink_in_PI: Tensor | None = None
     sink_out_PO: Tensor | None = None
+
+    @cached_property
+    def half_S(self) -> Tensor:
+        """Half the number of levels of each component, `2**(b-1)`; made once, encoding needs it for every chunk."""
+        widths, counts = zip(*self.layout.runs, strict=True) if self.layout.runs else ((), ())
+        return torch.exp2(torch.tensor(widths, dtype=torch.float32) - 1).repeat_interleave(
+            torch.tensor(counts, dtype=torch.long)
+        )
 
     @property
     def num_sink_tokens(self) -> int:

@@ -196,10 +196,8 @@ def _rd_controls(
     heldout.add_source(RD, own, range(job.num_layers))
     mixtures = {name: heldout.mixture(name) for name in (ORACLE, RAW, REROTATED, RD)}
     dense, size = own.manifest.dense_bytes_per_token, sum(own.manifest.bytes_per_token)
-    sizes: dict[str, int | None] = {ORACLE: None, RAW: dense, REROTATED: dense, RD: size, MISMATCHED: size}
-    if len(heldout.sequences) > 1:
-        heldout.add_mismatched(MISMATCHED, mixtures[RD])
-        mixtures[MISMATCHED] = heldout.mixture(MISMATCHED)
+    sizes: dict[str, int | None] = {ORACLE: None, RAW: dense, REROTATED: dense, RD: size}
+    _add_mismatched(heldout, mixtures, sizes, of=RD)
     tell.stage("measure on held-out text", len(mixtures) * len(heldout.sequences))
     return quality.controls(heldout, mixtures, sizes)
 
@@ -323,10 +321,15 @@ def _control_mixtures(
         mixtures[EQUAL_BYTES] = heldout.mixture(REUSE, choice.selection.layers, EQUAL_BYTES)
         sizes[EQUAL_BYTES] = sum(richer.manifest.bytes_per_token)
     mixtures[SCD], sizes[SCD] = choice.mixture, size
-    if len(heldout.sequences) > 1:
-        heldout.add_mismatched(MISMATCHED, choice.mixture)
-        mixtures[MISMATCHED], sizes[MISMATCHED] = heldout.mixture(MISMATCHED), size
+    _add_mismatched(heldout, mixtures, sizes, of=SCD)
     return mixtures, sizes
+
+
+def _add_mismatched(heldout: Heldout, mixtures: dict[str, Mixture], sizes: dict[str, int | None], *, of: str) -> None:
+    """A row more: the caches that row `of` makes of another prompt, where there is another."""
+    if len(heldout.sequences) > 1:
+        heldout.add_mismatched(MISMATCHED, mixtures[of])
+        mixtures[MISMATCHED], sizes[MISMATCHED] = heldout.mixture(MISMATCHED), sizes[of]
 
 
 def _equal_bytes(job: Job, fits: LayerFits, choice: Choice) -> Translator:
