@@ -1,0 +1,1 @@
+"""Configuration of the servers around `scd_trt`: files of TensorRT-LLM that carry an `scd:` section."""
