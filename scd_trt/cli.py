@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 # Read by tokenizers and OpenMP when they load, and by transformers: no hub is ever asked, no thread pool spins.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,6 +29,12 @@ from rich.table import Table
 
 from scd_trt import __version__
 from scd_trt.config import ScdError, cache_root, load_pair
+from scd_trt.deploy.check import FileReport, Finding, check_files
+from scd_trt.deploy.profiles import PROFILES
+from scd_trt.deploy.render import render, write
+
+if TYPE_CHECKING:
+    from scd_trt.evaluate.forecast import Forecast
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,6 +48,10 @@ serve_app = typer.Typer(
     no_args_is_help=True, help="Run a server of a pair: `prefill`, `decode`, `router`, or `all` three."
 )
 app.add_typer(serve_app, name="serve")
+config_app = typer.Typer(
+    no_args_is_help=True, help="Files for TensorRT-LLM: `render` writes them for a pair, `check` explains and compares."
+)
+app.add_typer(config_app, name="config")
 # a pipe has no width: tables must not be cut to the 80 columns of an imagined terminal
 stdout = Console(width=None if sys.stdout.isatty() else 160)
 stderr = Console(stderr=True)
@@ -133,6 +143,101 @@ def check(
         raise typer.Exit(2)
 
 
+@config_app.command("render")
+def config_render(
+    pair: PairFile,
+    profile: Annotated[str, typer.Option(help=f"kind of machines: {', '.join(PROFILES)}")],
+    out: Annotated[
+        Path | None, typer.Option(help="directory; default: named by the profile, beside the pair file")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the files, write nothing")] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace files that were edited")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write prefill.yaml, decode.yaml and disagg.yaml of a pair; every setting that SCD needs says why it is there."""
+    files = render(pair, profile, out)
+    if dry_run:
+        if as_json:
+            print_json({str(file.path): file.text for file in files})
+            return
+        stdout.print("\n".join(f"# ---- {file.path}\n{file.text}" for file in files), markup=False, soft_wrap=True)
+        return
+    written = write(files, force=force)
+    if as_json:
+        print_json({str(file.path): file.state for file in written})
+        return
+    for file in written:
+        stdout.print(f"{file.path}: {file.state}", markup=False, soft_wrap=True)
+
+
+@config_app.command("check")
+def config_check(
+    files: Annotated[list[Path], typer.Argument(help="pair files and files of TensorRT-LLM", metavar="FILE...")],
+    role: Annotated[
+        Literal["prefill", "decode"] | None, typer.Option(help="of files with worker options; default: from the name")
+    ] = None,
+    allow: Annotated[list[str] | None, typer.Option(help="key that only looks like a typo; may be repeated")] = None,
+    brief: Annotated[bool, typer.Option("--brief", help="only what is wrong, advised or unknown")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Explain each setting that SCD needs of TensorRT-LLM, what breaks without it, and whether these files have it.
+
+    Exit code 2 if a needed setting is wrong or a file is malformed; advice and keys unknown here only warn.
+    """
+    reports = check_files(files, role=role, allow=frozenset(allow or ()))
+    if as_json:
+        print_json({"ok": all(report.ok for report in reports), "files": [_report_json(report) for report in reports]})
+    else:
+        for report in reports:
+            _print_report(report, brief=brief)
+    if not all(report.ok for report in reports):
+        raise typer.Exit(2)
+
+
+def _report_json(report: FileReport) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(report) | {"path": str(report.path), "ok": report.ok}
+
+
+def _print_report(report: FileReport, *, brief: bool) -> None:
+    lines = [f"{report.path}: {report.kind}, {'ok' if report.ok else 'WRONG'}", *report.mistakes]
+    for finding in report.findings:
+        if not (brief and finding.ok):
+            lines += _finding_lines(report.path, finding)
+    lines += [
+        f"  unknown  {report.path}:{passed.line}: {passed.key}: not known to scd-trt; left to TensorRT-LLM"
+        for passed in report.passed
+    ]
+    stdout.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def _finding_lines(path: Path, finding: Finding) -> list[str]:
+    reason = f"           otherwise {finding.why}"
+    if finding.ok:
+        return [f"  ok       {finding.key}: {finding.found} (needs {finding.required})", reason]
+    state = "WRONG" if finding.level == "required" else "advice"
+    return [f"  {state:<7}  {path}:{finding.line}: {finding.key}: {finding.found}; needs {finding.required}", reason]
+
+
+@config_app.command("models")
+def config_models(pair: PairFile, as_json: JsonFlag = False) -> None:
+    """Make the directories of the pair's models that `trtllm-serve` can load, and print them: adapters merged, GGUF
+    converted, once, in the cache."""
+    config = load_pair(pair)
+    from scd_trt.models import materialize
+
+    with progress_bars() as bars:
+        bars.stage(f"models of {config.name}", 2)
+        sections = {"producer": config.producer, "consumer": config.consumer}
+        found = {name: str(materialize(section.model, adapter=section.adapter)) for name, section in sections.items()}
+    if as_json:
+        print_json(found)
+        return
+    for name, directory in found.items():
+        stdout.print(f"{name}: {directory}", markup=False, soft_wrap=True)
+
+
 @app.command()
 def inspect(
     target: Annotated[str, typer.Argument(help="translator directory, model directory, .gguf file or package:<name>")],
@@ -177,7 +282,20 @@ def _print_translator(data: dict[str, Any]) -> None:
         ranks = ", ".join(f"{key} {value}" for key, value in mode.items() if key != "mode" and value is not None)
         layers.add_row(str(index), mode["mode"], ranks)
     stdout.print(layers)
+    _print_modes(data["quality"])
     print_quality(data["quality"])
+
+
+def _print_modes(quality: dict[str, Any]) -> None:
+    """What every mode of every group was predicted to cost, and which was taken."""
+    found = quality.get("modes")
+    if not found:
+        return
+    from scd_trt.distill import report
+
+    price = f"predicted nats per token, loss + {found['nats_per_byte']:.3g} per byte"
+    _print_rows(f"Modes ({price})", "layers", report.mode_rows(found))
+    stdout.print(report.rivals_text(found), markup=False, soft_wrap=True)
 
 
 def _print_fields(title: str, data: dict[str, Any]) -> None:
@@ -191,10 +309,13 @@ def _print_fields(title: str, data: dict[str, Any]) -> None:
 def print_quality(quality: dict[str, Any]) -> None:
     """The held-out table that an artifact carries."""
     rows = quality.get("controls", {})
-    if not rows:
-        return
+    if rows:
+        _print_rows("Held-out quality of the consumer", "cache", rows)
+
+
+def _print_rows(title: str, first: str, rows: dict[str, dict[str, Any]]) -> None:
     columns = list(next(iter(rows.values())))
-    table = Table("cache", *(column.replace("_", " ") for column in columns), title="Held-out quality of the consumer")
+    table = Table(first, *(column.replace("_", " ") for column in columns), title=title)
     for name, values in rows.items():
         table.add_row(name.replace("_", " "), *(_number(values.get(column)) for column in columns))
     stdout.print(table)
@@ -258,71 +379,129 @@ def distill(
     pair: PairFile,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be done, load no weights")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="forget partial and finished work on this pair first")] = False,
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="also measure loss at many sizes, 4x to 64x; frontier.json and .png")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Fit the translator of a pair: calibrate, choose layers, measure on held-out text, write artifact and report.
+    """Fit the translator of a pair: calibrate, choose modes and rate, measure on held-out text, write artifact and report.
 
-    Work that an earlier run finished is not repeated; the same input gives the same bytes.
+    Work that an earlier run finished is not repeated; the same input gives the same bytes. `--frontier` on a finished
+    artifact reads the calibration text again, since its statistics are not kept, and leaves the artifact as it is.
     """
     config = load_pair(pair)
-    from scd_trt.distill import pipeline
+    from scd_trt.distill import pipeline, report
 
     if dry_run:
-        data = pipeline.plan(config).as_json()
+        data = pipeline.plan(config, full_frontier=frontier).as_json()
         print_json(data) if as_json else _print_fields(f"distill {config.name} would", data)
         return
     with progress_bars() as bars:
-        translator = pipeline.distill(config, progress=bars, resume=not fresh)
+        translator = pipeline.distill(config, progress=bars, resume=not fresh, trace_frontier=frontier)
     manifest = translator.manifest
+    points = report.read_frontier(config.translator_path(), manifest) if frontier else []
     if as_json:
-        print_json(
-            {"path": str(config.translator_path()), "fingerprint": manifest.fingerprint, "quality": manifest.quality}
-        )
+        data = {"path": str(config.translator_path()), "fingerprint": manifest.fingerprint, "quality": manifest.quality}
+        print_json(data | ({"frontier": points} if frontier else {}))
         return
     print_quality(manifest.quality)
+    if points:
+        _print_rows("Loss by size of the codes", "fewer bytes", report.frontier_rows(points))
+    if limit := report.limit_text(manifest.quality, manifest.dense_bytes_per_token):
+        stdout.print(f"limit: {limit}", markup=False, soft_wrap=True)
     stdout.print(f"translator: {config.translator_path()} (report.md beside it)", markup=False, soft_wrap=True)
 
 
 @app.command()
 def evaluate(
     pair: PairFile,
-    out: Annotated[
-        Path | None, typer.Option(help="directory for results; default: evaluations/<name> in the cache")
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="text, narrativeqa, disflqa, multidoc, refusal, or all; may be repeated  [default: text, narrativeqa]"
+        ),
     ] = None,
-    task: Annotated[list[str] | None, typer.Option(help="text, narrativeqa or disflqa; may be repeated")] = None,
-    items: Annotated[int, typer.Option(help="sequences or questions of each task", min=2)] = 24,
-    seed: Annotated[int, typer.Option(help="seed of the sample")] = 0,
+    items: Annotated[
+        str,
+        typer.Option(
+            help="texts or questions: one number, or for each, as text=24,multidoc@4096=8", metavar="N|ROW=N,..."
+        ),
+    ] = "24",
+    contexts: Annotated[
+        str,
+        typer.Option(
+            help="lengths of the replaced prefix for text and multidoc: 512,1024,2048,4096", metavar="TOKENS,..."
+        ),
+    ] = "",
+    controls: Annotated[
+        str,
+        typer.Option(help="only these, as rd,raw_rerotated,kivi_2bit; oracle and no_cache always", metavar="NAME,..."),
+    ] = "",
+    seed: Annotated[int, typer.Option(help="seed of the sample and of the bootstrap")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="directory for results; default: evaluations/NAME in the cache")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be measured, and for how long")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Compare the translator with every control on text and questions that neither fit nor selection saw.
 
-    Continues an interrupted run in the same directory. Writes items.jsonl, results.json, report.md and a picture.
+    Each item is measured over all caches: the consumer's own (oracle), the producer's raw, compressed and translated
+    ones, another prompt's (mismatched: must collapse) and none. Tasks:
+
+    - **text**: KL and top-1 against the oracle, NLL
+    - **narrativeqa**, **disflqa**: questions, graded by F1 with the right answer and with the oracle's own
+    - **multidoc**: a question about one of several documents
+    - **refusal**: does the consumer still refuse what it refuses over its own cache?
+
+    Begin with `--dry-run`, then a quick look: `--items 4 --controls rd,raw_rerotated,mismatched`. The full measurement:
+    `--task all --contexts 512,1024,2048,4096 --items text=16,narrativeqa=60,refusal=40`.
+
+    An interrupted run goes on in the same directory, and the same seed gives the same bytes. Writes items.jsonl,
+    results.json, results.md and pictures.
     """
     config = load_pair(pair)
     from dataclasses import asdict
 
-    from scd_trt.evaluate import report, runner
+    from scd_trt.evaluate import forecast, report, runner
+    from scd_trt.evaluate.plan import make_plan
 
-    plan = runner.EvaluationPlan(runner.check_tasks(task or ["text", "narrativeqa"]), items, seed)
+    plan = make_plan(config.heldout, tasks=task or (), items=items, contexts=contexts, controls=controls, seed=seed)
     directory = out or cache_root() / "evaluations" / config.name
+    if dry_run:
+        expected = forecast.forecast(config, plan, directory)
+        print_json(asdict(expected)) if as_json else _print_forecast(config.name, expected)
+        return
     with progress_bars() as bars:
         results = runner.evaluate(config, plan, directory, progress=bars)
     page = report.write(results, directory, name=config.name)
     if as_json:
         print_json(asdict(results))
         return
-    for name, table in results.tables.items():
-        _print_controls(name, table, results.bytes_per_token)
-    stdout.print(f"report: {page}", markup=False, soft_wrap=True)
+    for row in results.tables:
+        titles, cells = report.columns(results, row)
+        table = Table(*titles, title=row)
+        for found in cells:
+            table.add_row(*found)
+        stdout.print(table)
+    stdout.print(f"results: {page}", markup=False, soft_wrap=True)
 
 
-def _print_controls(task: str, controls: dict[str, dict[str, Any]], sizes: dict[str, float]) -> None:
-    metrics = [name for name, value in controls["oracle"].items() if isinstance(value, dict)]
-    table = Table("cache given to the consumer", "bytes/token", *metrics, "gap recovered", title=task)
-    for name, summary in controls.items():
-        cells = [f"{summary[m]['mean']:.4g} [{summary[m]['low']:.4g}, {summary[m]['high']:.4g}]" for m in metrics]
-        table.add_row(name, f"{sizes[name]:.0f}", *cells, _number(summary.get("gap_recovered")))
-    stdout.print(table)
+def _print_forecast(name: str, expected: Forecast) -> None:
+    rows = Table("row", "items", "documents", "prefix tokens", "minutes", title=f"evaluate {name} would measure")
+    for row in expected.rows:
+        counts = (row.num_items, row.num_documents, round(row.mean_prefix_tokens))
+        rows.add_row(row.name, *map(str, counts), f"{row.cpu_seconds / 60:.1f}")
+    stdout.print(rows)
+    dense = expected.dense_bytes_per_token
+    for line in (
+        f"controls: {', '.join(expected.controls)}",
+        f"bytes per token: {expected.bytes_per_token} of {dense} ({dense / expected.bytes_per_token:.1f}x fewer)",
+        f"caches held at once: at most {expected.cache_bytes / 2**20:.0f} MiB",
+        f"time: {expected.cpu_seconds / 60:.0f} CPU minutes and the fit of the controls, {expected.times_from}",
+        f"results: {expected.directory}",
+    ):
+        stdout.print(line, markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -8,12 +8,11 @@ text has one entry per mistake: file and line, key path, value found, what is al
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -27,12 +26,15 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
+
+from scd_trt.yaml_mistakes import duplicate_keys, explain, literal_values
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Rank = PositiveInt | tuple[PositiveInt, ...]
+Source = str | tuple[str, ...]
 MIB = 1 << 20
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 
 class ScdError(Exception):
@@ -52,7 +54,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """Where one model of the pair comes from."""
 
-    model: str = Field(description="directory of a Hugging Face model, a .gguf file, or package:<name>")
+    model: str = Field(description="directory of a Hugging Face model, a .gguf file, package:<name>, or recipe:<pair>")
     adapter: Path | None = Field(None, description="directory of a PEFT LoRA adapter to merge into the model")
     dtype: Dtype = Field("bfloat16", description="dtype of weights and KV pool when serving")
 
@@ -63,14 +65,56 @@ class MethodConfig(Section):
     policy: Literal["rd", "paper", "exact"] = Field(
         "rd", description="rd: rate-distortion coded groups of layers; paper: Reuse and Patch; exact: KV sent as it is"
     )
-    group_layers: PositiveInt = Field(5, description="rd: layers that are transformed and travel together")
+    group_layers: PositiveInt = Field(10, description="rd: layers that are transformed and travel together")
+    source_layers: PositiveInt | None = Field(
+        None,
+        description="rd: producer layers that a group is computed from, the most predictive ones; default: the group's own, "
+        "or where the models' shapes differ as many as are together as wide as the group",
+    )
     bytes_per_token: PositiveInt | None = Field(
-        None, description="rd: size of codes; default without max_kl: a tenth of the cache's"
+        None, description="rd: size of codes; default where no limit is given: a tenth of the cache's"
     )
     max_kl: PositiveFloat | None = Field(
         None, description="rd: loss allowed on held-out text, nats per token; the fewest bytes that keep to it are sent"
     )
-    fisher_tokens: PositiveInt = Field(256, description="rd: calibration tokens scored to weigh errors by their effect")
+    max_relative_f1_loss: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description="rd: share of the consumer's own F1 on held-out questions that may be lost, 0.01 for 1 %; the fewest "
+        "bytes that keep to it are sent",
+    )
+    f1_loss_rule: Literal["upper", "mean"] = Field(
+        "upper",
+        description="what must keep to max_relative_f1_loss: the upper end of the loss's 95 % interval, or its mean",
+    )
+    modes: tuple[Literal["transform", "raw", "patch"], ...] = Field(
+        ("transform", "raw"),
+        description="rd: how a group of layers may be coded; transform always, raw and patch where their weighted "
+        "rate-distortion cost is lower and held-out text agrees",
+    )
+    weights: Literal["diagonal", "head", "none"] = Field(
+        "diagonal",
+        description="rd: what an error costs: diagonal: the Fisher information of every element; head: of every kv head as a "
+        "whole, with how its elements act together; none: all elements alike, for comparing",
+    )
+    fisher_tokens: PositiveInt = Field(
+        1024, description="rd: calibration tokens scored to weigh errors by their effect"
+    )
+    headroom: Annotated[float, Field(ge=1, le=2)] = Field(
+        1.3, description="rd: range of the quantisers, relative to the best one for a Gaussian"
+    )
+    max_matrix_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.14, description="rd: most matrix elements of the translator, relative to the consumer's number of weights"
+    )
+    guard: Literal["off", "cut"] = Field(
+        "cut",
+        description="rd, when serving: cut: the producer sends no codes from the first block on that lies beyond the "
+        "calibration text, and the consumer computes from there; off: it sends whatever comes",
+    )
+    guard_rate: Annotated[float, Field(gt=0, lt=0.5)] = Field(
+        0.02,
+        description="rd: share of prompts that the guard may cut although they are like the calibration text and as long as "
+        "its sequences",
+    )
     r_k: Rank = Field(96, description="rank of the key codes of a Reuse layer; one value, or one per layer")
     r_v: Rank = Field(96, description="rank of the value codes of a Reuse layer; one value, or one per layer")
     r_h: Rank = Field(192, description="rank of the hidden-state code of a Patch layer; one value, or one per layer")
@@ -89,17 +133,28 @@ class MethodConfig(Section):
     code_dtype: Literal["float16", "bfloat16", "float32"] = Field("float16", description="dtype of codes on the wire")
     seed: int = Field(0, description="seed of everything random in the fit")
 
+    @field_validator("modes")
+    @classmethod
+    def _transform_is_possible(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "transform" not in value or len(set(value)) != len(value):
+            raise ValueError("modes must hold transform, and each mode once")
+        return value
+
     @model_validator(mode="after")
     def _one_limit(self) -> MethodConfig:
-        if self.bytes_per_token is not None and self.max_kl is not None:
-            raise ValueError("bytes_per_token and max_kl are two limits; give one of them")
+        limits = ("bytes_per_token", "max_kl", "max_relative_f1_loss")
+        given = [name for name in limits if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are {len(given)} limits; give one of them")
         return self
 
 
 class CorpusConfig(Section):
     """A sample of text: where from, and how much."""
 
-    source: str = Field(description="package:narrativeqa|disflqa|xsum, a .txt or .jsonl file, or a directory")
+    source: Source = Field(
+        description="package:narrativeqa|disflqa|xsum, a .txt or .jsonl file, a directory, or a list of these to mix"
+    )
     num_tokens: PositiveInt = Field(4096, description="tokens to read")
     sequence_tokens: PositiveInt = Field(512, description="tokens per sequence given to the models")
 
@@ -107,10 +162,16 @@ class CorpusConfig(Section):
 class HeldoutConfig(Section):
     """Held-out text on which layers are chosen and quality is measured; never the calibration documents."""
 
-    source: str = Field(description="as in calibration; documents of the held-out split are used")
+    source: Source = Field(description="as in calibration; documents of the held-out split are used")
     num_sequences: PositiveInt = Field(6, description="sequences to measure on")
     prefix_tokens: PositiveInt = Field(512, description="tokens whose cache is replaced")
     scored_tokens: PositiveInt = Field(64, description="tokens scored after the prefix")
+    questions: str = Field(
+        "narrativeqa",
+        description="questions for max_relative_f1_loss: narrativeqa, disflqa, or a .jsonl file of passage, question and "
+        "answer; those of the held-out split are asked",
+    )
+    num_questions: PositiveInt = Field(48, description="questions to measure max_relative_f1_loss on")
 
 
 class EngineConfig(Section):
@@ -236,7 +297,7 @@ class PairConfig(Section):
     @classmethod
     def _model_is_named(cls, value: ModelConfig) -> ModelConfig:
         if not value.model:
-            raise ValueError("model is empty; give a directory, a .gguf file or package:<name>")
+            raise ValueError("model is empty; give a directory, a .gguf file, package:<name> or recipe:<pair>")
         return value
 
     def translator_path(self) -> Path:
@@ -245,7 +306,10 @@ class PairConfig(Section):
 
     def method_digest(self) -> str:
         """Digest of every setting that the artifact depends on (models, method, calibration, held-out text)."""
-        text = self.model_dump_json(include={"producer", "consumer", "method", "calibration", "heldout"})
+        # every artifact of policy rd can be guarded: whether a server does so is no matter of the fit
+        text = self.model_dump_json(
+            include={"producer", "consumer", "method", "calibration", "heldout"}, exclude={"method": {"guard"}}
+        )
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -260,123 +324,89 @@ def load_pair(path: Path) -> PairConfig:
     Raises:
         ConfigError: no such file, not YAML, or any key or value wrong; one entry per mistake.
     """
+    node, data = read_mapping(path, PairConfig, example="a pair file such as engine_configs/*/pair.yaml")
+    return _resolve_paths(validated(path, node, data, PairConfig), path.parent)
+
+
+def read_mapping(path: Path, model: type[BaseModel], *, example: str) -> tuple[yaml.Node | None, dict[str, Any]]:
+    """The node tree (for line numbers) and the content of a YAML file that holds one mapping.
+
+    Raises:
+        ConfigError: no such file, not YAML, a key twice, or no mapping; the text names `example` or the model's keys.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error}); give the path of a pair file such as engine_configs/*/pair.yaml"
-        ) from error
+        raise ConfigError(f"{path}: cannot be read ({error}); give the path of {example}") from error
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        # before content is made of it: that writes the keys of `<<` into the node
+        twice = [f"{path}:{line}: {key}: key given twice; keep one" for line, key in duplicate_keys(node)]
+        data = loader.construct_document(node) if node else None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a mapping with the keys {', '.join(PairConfig.model_fields)}")
+        raise ConfigError(f"{path}: expected a mapping with the keys {', '.join(model.model_fields)}")
+    if twice:
+        raise ConfigError("\n".join(twice))
+    return node, data
+
+
+def validated(path: Path, node: yaml.Node | None, data: dict[str, Any], model: type[AnyModel]) -> AnyModel:
+    """`data` as a model; `node` and `path` say where a mistake stands.
+
+    Raises:
+        ConfigError: one line per mistake.
+    """
     try:
-        return _resolve_paths(PairConfig.model_validate(data), path.parent)
+        return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(path, node, item) for item in error.errors())) from error
+        raise ConfigError("\n".join(explain(path, node, item, model) for item in error.errors())) from error
+
+
+def resolved_path(path: Path | None, base: Path) -> Path | None:
+    """A path of a file in `base`, made absolute."""
+    return None if path is None else (base / path.expanduser()).resolve()
+
+
+def resolved_model(section: ModelConfig, base: Path) -> ModelConfig:
+    """A model section of a file in `base`, with absolute paths; references to packages and recipes stay."""
+    reference = section.model
+    if not reference.startswith(("package:", "recipe:")):
+        reference = str((base / Path(reference).expanduser()).resolve())
+    return section.model_copy(update={"model": reference, "adapter": resolved_path(section.adapter, base)})
 
 
 def _resolve_paths(config: PairConfig, base: Path) -> PairConfig:
-    def resolve(path: Path | None) -> Path | None:
-        return None if path is None else (base / path.expanduser()).resolve()
+    def corpus_source(source: Source) -> Source:
+        if not isinstance(source, str):
+            return tuple(corpus_path(name) for name in source)
+        return corpus_path(source)
 
-    def model(section: ModelConfig) -> ModelConfig:
-        reference = section.model
-        if not reference.startswith("package:"):
-            reference = str((base / Path(reference).expanduser()).resolve())
-        return section.model_copy(update={"model": reference, "adapter": resolve(section.adapter)})
-
-    def corpus_source(source: str) -> str:
+    def corpus_path(source: str) -> str:
         return source if source.startswith("package:") else str((base / Path(source).expanduser()).resolve())
+
+    def question_source(source: str) -> str:
+        return corpus_path(source) if source.endswith(".jsonl") else source
 
     return config.model_copy(
         update={
-            "producer": model(config.producer),
-            "consumer": model(config.consumer),
-            "translator": resolve(config.translator),
+            "producer": resolved_model(config.producer, base),
+            "consumer": resolved_model(config.consumer, base),
+            "translator": resolved_path(config.translator, base),
             "calibration": config.calibration.model_copy(update={"source": corpus_source(config.calibration.source)}),
-            "heldout": config.heldout.model_copy(update={"source": corpus_source(config.heldout.source)}),
-            "control": config.control.model_copy(update={"secret_file": resolve(config.control.secret_file)}),
+            "heldout": config.heldout.model_copy(
+                update={
+                    "source": corpus_source(config.heldout.source),
+                    "questions": question_source(config.heldout.questions),
+                }
+            ),
+            "control": config.control.model_copy(
+                update={"secret_file": resolved_path(config.control.secret_file, base)}
+            ),
         }
     )
-
-
-def _explain(path: Path, node: yaml.Node | None, item: ErrorDetails) -> str:
-    location = [part for part in item["loc"] if isinstance(part, int) or not _is_union_branch(str(part))]
-    keys = ".".join(str(part) for part in location) or "(top level)"
-    line = _line_of(node, location)
-    section = _section_at(location[:-1])
-    if item["type"] == "extra_forbidden":
-        known = list(section.model_fields) if section else []
-        near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        return f"{path}:{line}: {keys}: unknown key; {hint}known keys: {', '.join(known)}"
-    if item["type"] == "missing":
-        return f"{path}:{line}: {keys}: missing; {_description(section, location)}"
-    message = item["msg"].removeprefix("Value error, ")
-    near = difflib.get_close_matches(str(item["input"]), _literals(section, location), n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{path}:{line}: {keys}: {message}; found {_short(item['input'])}{hint} ({_description(section, location)})"
-
-
-def _is_union_branch(part: str) -> bool:
-    """Pydantic adds the branch of a union to the location; it is no key of the file."""
-    return "[" in part or part in {"int", "constrained-int"} or part.startswith(("literal", "function-"))
-
-
-def _section_at(location: list[int | str]) -> type[BaseModel] | None:
-    section: Any = PairConfig
-    for part in location:
-        field = getattr(section, "model_fields", {}).get(part)
-        section = field.annotation if field else None
-    return section if isinstance(section, type) and issubclass(section, BaseModel) else None
-
-
-def _description(section: type[BaseModel] | None, location: list[int | str]) -> str:
-    names = [part for part in location if isinstance(part, str)]
-    field = section.model_fields.get(names[-1]) if section and names else None
-    return (field.description or "see docs/configuration.md") if field else "see docs/configuration.md"
-
-
-def _literals(section: type[BaseModel] | None, location: list[int | str]) -> list[str]:
-    field = section.model_fields.get(str(location[-1])) if section and location else None
-    return [str(value) for value in _literal_values(field.annotation)] if field else []
-
-
-def _literal_values(annotation: Any) -> Iterator[Any]:
-    if get_origin(annotation) is Literal:
-        yield from get_args(annotation)
-    elif get_origin(annotation) is Union or get_args(annotation):
-        for branch in get_args(annotation):
-            yield from _literal_values(branch)
-
-
-def _line_of(node: yaml.Node | None, location: list[int | str]) -> int:
-    line = 1
-    for part in location:
-        child = _child(node, part)
-        if child is None:
-            break
-        line, node = child
-    return line
-
-
-def _child(node: yaml.Node | None, part: int | str) -> tuple[int, yaml.Node] | None:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            if key.value == str(part):
-                return key.start_mark.line + 1, value
-    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
-        return node.value[part].start_mark.line + 1, node.value[part]
-    return None
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def reference() -> str:
@@ -403,7 +433,7 @@ def _reference_rows(
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             yield from _reference_rows(annotation, f"{prefix}{name}.", None if field.is_required() else default)
             continue
-        choices = [f"`{value}`" for value in _literal_values(annotation)] + [_type_name(annotation)]
+        choices = [f"`{value}`" for value in literal_values(annotation)] + [_type_name(annotation)]
         required = field.is_required() and shown is None
         text = (field.description or "").replace("|", r"\|")
         yield f"{prefix}{name}", "required" if required else f"`{default}`", ", ".join(filter(None, choices)), text

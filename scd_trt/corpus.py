@@ -19,7 +19,8 @@ Sources:
 A text that occurs twice in a source counts once; text that is only white space is skipped.
 
 Token sequences are documents of one split in a seeded order, concatenated and cut into equal chunks; a chunk may span two
-documents. Whatever `tokenizer_encode` puts around a text (a BOS token, say) stays where the document begins.
+documents. Of several sources each gives one document in turn, until it has no more: a mixture begins balanced, whatever
+their sizes. Whatever `tokenizer_encode` puts around a text (a BOS token, say) stays where the document begins.
 
 Does not own: questions and answers (evaluate.tasks), tokenizers (models).
 Errors: `CorpusError`, with the source, what was found and what was asked.
@@ -32,8 +33,9 @@ import importlib.util
 import json
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -122,7 +124,7 @@ def documents(source: str, *, split: Split | None) -> Iterator[Document]:
 
 
 def token_sequences(
-    source: str,
+    source: str | Sequence[str],
     tokenizer_encode: Callable[[str], list[int]],
     *,
     num_tokens: int,
@@ -132,25 +134,28 @@ def token_sequences(
 ) -> Iterator[list[int]]:
     """Sequences of exactly `sequence_tokens` ids, as many as reach `num_tokens`; the same arguments give the same ids.
 
-    The ids are gathered before the first sequence is returned (4 bytes per token), so that a corpus that is too small is
-    reported at once and not after an hour of fitting.
+    Several sources are mixed, document by document. The ids are gathered before the first sequence is returned (4 bytes per
+    token), so that a corpus that is too small is reported at once and not after an hour of fitting.
 
     Raises:
-        CorpusError: the split of this source holds fewer tokens than asked, or a count is not positive.
+        CorpusError: the split of these sources holds fewer tokens than asked, a count is not positive, or there is no source.
     """
     if num_tokens < 1 or sequence_tokens < 1:
         raise CorpusError(f"num_tokens={num_tokens} and sequence_tokens={sequence_tokens} must both be at least 1")
     wanted = -(-num_tokens // sequence_tokens) * sequence_tokens
+    sources = (source,) if isinstance(source, str) else tuple(source)
+    if not sources:
+        raise CorpusError(f"no source is named; give a path or one of {', '.join(PACKAGED_SOURCES)}")
     ids = array("i")
     num_documents = 0
-    for document in _shuffled(documents(source, split=split), seed):
+    for document in _in_turn([_shuffled(documents(name, split=split), seed) for name in sources]):
         ids.extend(tokenizer_encode(document.text))
         num_documents += 1
         if len(ids) >= wanted:
             return (ids[start : start + sequence_tokens].tolist() for start in range(0, wanted, sequence_tokens))
     raise CorpusError(
-        f"{source}: the {split} split holds {len(ids)} tokens in {num_documents} documents, but {wanted} are needed "
-        f"({num_tokens} tokens in sequences of {sequence_tokens}); ask for fewer tokens or name a larger source"
+        f"{' + '.join(sources)}: the {split} split holds {len(ids)} tokens in {num_documents} documents, but {wanted} are "
+        f"needed ({num_tokens} tokens in sequences of {sequence_tokens}); ask for fewer tokens or name a larger source"
     )
 
 
@@ -271,6 +276,16 @@ def _shuffled(items: Iterable[Document], seed: int) -> Iterator[Document]:
             yield _pop_random(buffer, generator)
     while buffer:
         yield _pop_random(buffer, generator)
+
+
+def _in_turn(streams: Sequence[Iterator[Document]]) -> Iterator[Document]:
+    """One document of each stream in turn; a text that an earlier one brought is skipped."""
+    seen: set[str] = set()
+    for row in zip_longest(*streams):
+        for document in row:
+            if document is not None and document.digest not in seen:
+                seen.add(document.digest)
+                yield document
 
 
 def _pop_random(buffer: list[Document], generator: random.Random) -> Document:

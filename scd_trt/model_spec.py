@@ -106,12 +106,28 @@ class ModelSpec(BaseModel):
             raise ModelFilesError(f"{path / 'config.json'}: {problems}") from error
 
 
-def check_pair(producer: ModelSpec, consumer: ModelSpec) -> None:
+SHAPE_FIELDS = ("num_layers", "num_kv_heads", "head_dim")
+"""What decides the shape of a model's KV cache."""
+
+
+OTHER_SHAPE = "the models' caches have different shapes, so one cannot be read as the other"
+"""Why a pair of different size has no controls that reuse the producer's cache layer by layer."""
+
+
+def same_shape(producer: ModelSpec, consumer: ModelSpec) -> bool:
+    """Whether a cache of one could be read as a cache of the other."""
+    return all(getattr(producer, field) == getattr(consumer, field) for field in SHAPE_FIELDS)
+
+
+def check_pair(producer: ModelSpec, consumer: ModelSpec, *, allow_other_shape: bool = False) -> None:
     """Raise unless codes of `producer` can become KV of `consumer`.
 
     Rotary parameters, windows, hidden size and weights may differ: keys travel without rotary, and the maps are fitted
     on this very pair.
 
+    Args:
+        allow_other_shape: numbers of layers and heads, and head sizes, may differ too: the maps go from groups of layers to
+            groups of layers.
     Raises:
         PairMismatchError: another architecture, shape of KV, or vocabulary; all differences in one message.
     """
@@ -122,6 +138,8 @@ def check_pair(producer: ModelSpec, consumer: ModelSpec) -> None:
         "head_dim": "heads are matched one to one",
         "vocab_digest": "the same token ids must mean the same text",
     }
+    if allow_other_shape:
+        fields = {field: reason for field, reason in fields.items() if field not in SHAPE_FIELDS}
     differences = [
         f"{field}: producer {getattr(producer, field)}, consumer {getattr(consumer, field)} ({reason})"
         for field, reason in fields.items()
@@ -130,8 +148,13 @@ def check_pair(producer: ModelSpec, consumer: ModelSpec) -> None:
     if differences:
         raise PairMismatchError(
             f"{producer.name} cannot feed {consumer.name}: {'; '.join(differences)}. "
-            "Choose two models with the same architecture and tokenizer"
+            f"Choose two models with the same architecture and tokenizer{_shape_cure(producer, consumer)}"
         )
+
+
+def _shape_cure(producer: ModelSpec, consumer: ModelSpec) -> str:
+    of_one_kind = (producer.family, producer.vocab_digest) == (consumer.family, consumer.vocab_digest)
+    return "; between sizes of one model only method.policy rd can translate" if of_one_kind else ""
 
 
 def _read_json(directory: Path, name: str) -> dict[str, Any]:

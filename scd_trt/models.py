@@ -12,6 +12,8 @@ Legend: `T` new tokens, `S` tokens of the whole sequence, `H` kv heads, `D` head
 A cache from outside always holds the whole prefix, in layers with a sliding window too: the library masks by absolute
 index, while its own sliding caches would cut the prefix off. Nothing here samples, batches requests or owns a pool.
 
+A cache may have holes (`PartialLayers`): tokens that some heads dropped. They keep their place, and no query sees them.
+
 Errors: `ModelLoadError` (weights or adapter do not fit), and those of `model_references`, `model_spec` and `rope`.
 """
 
@@ -23,7 +25,7 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,7 +53,7 @@ from scd_trt.rope import Rope, RopeTables
 
 logger = logging.getLogger(__name__)
 
-Capture = Literal["kv", "x", "q", "logits"]
+Capture = Literal["kv", "x", "q", "hidden", "logits"]
 CacheLayers = Sequence[tuple[Tensor, Tensor]]
 """Per layer: post-RoPE keys `[S, H, D]` and values `[S, H, D]`, or both with a leading N."""
 Progress = Callable[[str], None]
@@ -66,6 +68,23 @@ class KvCache(Protocol):
 
     def extend(self, layer: int, k_THD: Tensor, v_THD: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the new tokens' post-RoPE keys and values; return those of the whole sequence, `[S, H, D]` each."""
+
+
+class PartialLayers(list[tuple[Tensor, Tensor]]):
+    """`CacheLayers` that may have holes: some heads dropped some tokens, other heads or layers other ones.
+
+    Attributes:
+        keep: per layer `[S, H]`, bool, with the leading N of the layers if they have one: False is a hole. What stands in
+            it must be finite and is never seen. None: there are no holes.
+    """
+
+    def __init__(self, layers: Iterable[tuple[Tensor, Tensor]], keep: Sequence[Tensor] | None) -> None:
+        super().__init__(layers)
+        self.keep = keep
+        for layer, ((keys, _), keep_SH) in enumerate(zip(self, keep or (), strict=keep is not None)):
+            if keep_SH.dtype != torch.bool or keep_SH.shape != keys.shape[:-1]:
+                found = f"{keep_SH.dtype} {tuple(keep_SH.shape)}"
+                raise ValueError(f"layer {layer}: keep is {found}; expected torch.bool {tuple(keys.shape[:-1])}")
 
 
 @dataclass(frozen=True)
@@ -108,6 +127,8 @@ class ModelTrace:
     x_TM: tuple[Tensor, ...] = ()
     q_TQD: tuple[Tensor, ...] = ()
     """Queries after norm and RoPE."""
+    hidden_TM: tuple[Tensor, ...] = ()
+    """What enters each layer, before its first norm."""
     logits_TV: Tensor | None = None
 
 
@@ -134,7 +155,7 @@ def materialize(
     merged in float32 and rounded to bfloat16, once; the result stays in the cache.
 
     Args:
-        reference: a directory, a `.gguf` file, or `package:<name>`.
+        reference: a directory, a `.gguf` file, `package:<name>`, or `recipe:<pair>`.
         adapter: directory of a PEFT LoRA adapter (adapter_config.json, adapter_model.safetensors).
         cache_dir: instead of `scd_trt.config.cache_root()`.
         progress: is told in words what takes long.
@@ -202,7 +223,30 @@ def trace(
         start_position=0 if past is None else past[0][0].shape[-3],
         capture=capture,
         positions=positions,
+        keep=holes(past),
     )
+
+
+@torch.no_grad()
+def trace_from(
+    loaded: LoadedModel,
+    token_ids: Tensor | Sequence[int],
+    hidden_TM: Tensor,
+    *,
+    layer: int,
+    capture: Set[Capture] = frozenset({"kv"}),
+) -> ModelTrace:
+    """As `trace` of a whole sequence, but with `hidden_TM` entering `layer`; what earlier layers give means nothing."""
+
+    def enter(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        given = arguments[0]
+        return (hidden_TM.to(given).expand_as(given), *arguments[1:])
+
+    handle = decoder_layers(loaded.model)[layer].register_forward_pre_hook(enter)
+    try:
+        return trace(loaded, token_ids, capture=capture)
+    finally:
+        handle.remove()
 
 
 def forward_with_cache(
@@ -233,6 +277,7 @@ def forward_with_cache(
         start_position=start_position,
         capture=captured,
         num_logits=num_logits,
+        keep=holes(layers),
     )
     if result.logits_TV is None:
         raise ValueError("logits were asked for and not computed")
@@ -248,6 +293,7 @@ def run_with_cache(
     capture: Set[Capture] = frozenset({"logits"}),
     num_logits: int | None = None,
     positions: Tensor | None = None,
+    keep: Sequence[Tensor] | None = None,
 ) -> ModelTrace:
     """Run tokens over a cache that lives elsewhere (a paged pool, for one).
 
@@ -255,13 +301,14 @@ def run_with_cache(
         cache: must already hold the `start_position` tokens before these; `extend` is called once per layer, in order,
             and may block or stream. It sees a leading N only if `token_ids` have one.
         num_logits: rows of logits, counted from the end; None is all.
+        keep: per layer, which of the first tokens of the sequence each kv head sees; see `PartialLayers`.
     """
     ids = torch.as_tensor(token_ids, dtype=torch.long, device=loaded.device)
     batched = ids.dim() == 2
     ids_NT = ids if batched else ids.unsqueeze(0)
     where = torch.arange(start_position, start_position + ids_NT.shape[1], device=loaded.device)
     positions_T = where if positions is None else positions.to(loaded.device)
-    with _taps(loaded, capture) as tapped:
+    with _taps(loaded, capture) as tapped, _hidden(loaded, keep, start_position):
         logits = _forward(
             loaded,
             ids_NT,
@@ -304,6 +351,11 @@ def projection_weights(loaded: LoadedModel, layer: int) -> ProjectionWeights:
         k_norm_eps=loaded.spec.norm_eps,
         k_norm_unit_offset=loaded.spec.has_qk_norm and loaded.spec.family == "gemma3",
     )
+
+
+def holes(layers: CacheLayers | None) -> Sequence[Tensor] | None:
+    """Which tokens each head keeps, per layer, where the cache has holes; for `run_with_cache`."""
+    return layers.keep if isinstance(layers, PartialLayers) else None
 
 
 class _GivenPrefix:
@@ -394,7 +446,10 @@ def _taps(loaded: LoadedModel, capture: Set[Capture]) -> Iterator[list[dict[str,
                     handle = attention.get_submodule(projection).register_forward_hook(_keep_output(seen, name))
                     hooks.callback(handle.remove)
             if "x" in capture:
-                handle = attention.get_submodule("k_proj").register_forward_pre_hook(_keep_input(seen))
+                handle = attention.get_submodule("k_proj").register_forward_pre_hook(_keep_input(seen, "x"))
+                hooks.callback(handle.remove)
+            if "hidden" in capture:
+                handle = layer.register_forward_pre_hook(_keep_input(seen, "hidden"))
                 hooks.callback(handle.remove)
         yield tapped
 
@@ -406,9 +461,37 @@ def _keep_output(seen: dict[str, Tensor], name: str) -> Callable[[nn.Module, Any
     return hook
 
 
-def _keep_input(seen: dict[str, Tensor]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+def _keep_input(seen: dict[str, Tensor], name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
     def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen["x"] = inputs[0]
+        seen[name] = inputs[0]
+
+    return hook
+
+
+@contextmanager
+def _hidden(loaded: LoadedModel, keep: Sequence[Tensor] | None, num_past: int) -> Iterator[None]:
+    """While open, no query sees the tokens that its kv head dropped."""
+    layers = [] if keep is None else decoder_layers(loaded.model)
+    with ExitStack() as hooks:
+        for layer, keep_SH in zip(layers, keep or (), strict=True):
+            hook = _masking(keep_SH.to(loaded.device), num_past, loaded.spec.num_heads)
+            hooks.callback(attention_module(layer).register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
+
+
+def _masking(keep: Tensor, num_past: int, num_heads: int) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    keep_NHS = (keep if keep.dim() == 3 else keep.unsqueeze(0)).transpose(1, 2)
+    keep_NQ1S = keep_NHS.repeat_interleave(num_heads // keep_NHS.shape[1], dim=1).unsqueeze(2)
+
+    def hook(_module: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        num_new = named["hidden_states"].shape[1]
+        mask = named["attention_mask"]
+        if mask is None:
+            # the library leaves out the mask of a plain causal sequence
+            whole = torch.ones(num_new, num_past + num_new, dtype=torch.bool, device=keep.device)
+            mask = whole.tril(num_past)[None, None]
+        later = (0, num_past + num_new - keep_NQ1S.shape[-1])
+        return arguments, named | {"attention_mask": mask & nn.functional.pad(keep_NQ1S, later, value=True)}
 
     return hook
 
@@ -430,6 +513,7 @@ def _trace_from(
         k_TF=tuple(k_THD.flatten(-2) for k_THD in collect("k", norm="k_norm")),
         v_TF=collect("v"),
         x_TM=collect("x"),
+        hidden_TM=collect("hidden"),
         q_TQD=tuple(table.apply(q_TQD) for table, q_TQD in zip(tables, queries, strict=True)),
         logits_TV=None if logits is None else _unbatched(logits, batched),
     )

@@ -13,7 +13,9 @@ Modes of a layer (METHOD, sections 1 and 2.4):
                                        of all its values, packed as `bit_packing` says
 
 Bytes of one token of any other layer: its code elements in `code_dtype` (raw: `raw_dtype`), little endian, in this order.
-A *group* is a half-open range of layers whose codes travel together; the codes of one group are `[T, bytes_per_token]`.
+A *group* is a half-open range of the consumer's layers whose codes travel together; the codes of one group are
+`[T, bytes_per_token]`. Its *sources* are the producer's layers that it is computed from: the same ones, or where the models'
+shapes differ (or the fit chose others) those that the manifest names; such a group is always transformed.
 
 Deliberately not here: fitting (distill), arithmetic on codes (codec). Nothing is pickled; a file is trusted only after its
 digest, every tensor's shape and dtype, and the manifest's schema have been checked.
@@ -25,13 +27,13 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -39,14 +41,17 @@ from torch import Tensor
 
 from scd_trt.bit_packing import BitLayout
 from scd_trt.config import Dtype, ScdError
-from scd_trt.model_spec import ModelSpec
+from scd_trt.model_spec import ModelSpec, same_shape
 
-FORMAT_VERSION: Literal[1] = 1
+FORMAT_VERSION: Literal[2] = 2
 MANIFEST_FILE = "translator.json"
 TENSORS_FILE = "translator.safetensors"
 MAX_MANIFEST_BYTES = 16 << 20
 _ROW_TENSORS = ("mean_I", "encode_IS", "decode_SO", "bias_O")
 _SINK_TENSORS = ("sink_in_PI", "sink_out_PO")
+_GUARD_TENSOR = "guard_IQ"
+MATRIX_DTYPE = torch.bfloat16
+"""Dtype of the matrices of a `RowTransform`, by far the largest part of an artifact; all else is float32."""
 
 
 class TranslatorError(ScdError):
@@ -89,12 +94,23 @@ class TransformMode(_Frozen):
 LayerMode = Annotated[ReuseMode | PatchMode | RawMode | TransformMode, Field(discriminator="mode")]
 
 
+class GuardLayout(_Frozen):
+    """What the producer measures of a group's features, and how much of it is still usual."""
+
+    num_directions: PositiveInt
+    key_limit: PositiveFloat = Field(
+        description="novelty of keys, mean of a block's tokens, beyond which it is not sent"
+    )
+    value_limit: PositiveFloat = Field(description="the same of values")
+
+
 class GroupLayout(_Frozen):
     """How the components of a group transform are packed, and what they are computed from."""
 
     keys: BitLayout
     values: BitLayout
     num_sink_tokens: NonNegativeInt = Field(0, description="first positions that have shifts of their own")
+    guard: GuardLayout | None = Field(None, description="limits of the guard; None: the group is not guarded")
 
     @property
     def bytes_per_token(self) -> int:
@@ -105,7 +121,7 @@ class GroupLayout(_Frozen):
 class Manifest(_Frozen):
     """Content of `translator.json`."""
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[2] = FORMAT_VERSION
     name: str
     policy: Literal["paper", "rd", "exact"]
     code_dtype: Dtype
@@ -115,6 +131,9 @@ class Manifest(_Frozen):
     layers: tuple[LayerMode, ...]
     groups: tuple[tuple[int, int], ...] = Field(description="half-open layer ranges that travel together")
     transforms: tuple[GroupLayout | None, ...] = Field((), description="per group, or empty where no group has one")
+    sources: tuple[tuple[NonNegativeInt, ...], ...] = Field(
+        (), description="producer layers that each group is computed from, ascending; empty: each from its own layers"
+    )
     tensors_digest: str
     config_digest: str = Field("", description="digest of the settings the artifact was fitted with")
     quality: dict[str, Any] = Field(default_factory=dict, description="what held-out text measured; not fingerprinted")
@@ -133,6 +152,10 @@ class Manifest(_Frozen):
         body = self.model_dump(mode="json", exclude=unnamed)
         text = json.dumps(body, sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def source_layers(self, group: int) -> tuple[int, ...]:
+        """Producer layers that a group is computed from, ascending."""
+        return self.sources[group] if self.sources else tuple(range(*self.groups[group]))
 
     def layer_bytes(self, layer: int) -> int:
         """Bytes of one token's codes of one layer that is coded by itself."""
@@ -216,13 +239,26 @@ LayerMaps = ReuseLayer | PatchLayer | RawLayer | TransformLayer
 
 
 @dataclass(frozen=True)
-class RowTransform:
-    """Quantised components of one kind of rows of a group (distill.transform), float32.
+class RowGuard:
+    """How unusual a row of features is (distill.guard).
 
-    `level_TS = clamp(floor((x_TI - mean_I) @ encode_IS) + 2**(b-1), 0, 2**b - 1)`, b = bits of the component;
-    `y_TO = level_TS @ decode_SO + bias_O`. Features I and outputs O are the rows of all layers of the group, in order.
-    Position p < P, an attention sink whose rows lie far from all others: x is lowered by `sink_in_PI[p]` before, y raised by
-    `sink_out_PO[p]` after.
+    `novelty_T = sum_q ((x_TI - mean_I) @ directions_IQ)_q ** 2`, about 1 on calibration text; beyond `limit`, as the mean of
+    a block's tokens, what a transform makes of the rows is not to be trusted. Directions are of `MATRIX_DTYPE`.
+    """
+
+    directions_IQ: Tensor
+    limit: float
+
+
+@dataclass(frozen=True)
+class RowTransform:
+    """Quantised components of one kind of rows of a group (distill.transform).
+
+    With h = 2**(b-1), b = bits of the component: `level_TS = clamp(floor((x_TI - mean_I) @ encode_IS), -h, h - 1) + h` and
+    `y_TO = (level_TS - h) @ decode_SO + bias_O`. Both factors of both products are centred, because `encode_IS` and
+    `decode_SO` are bfloat16 and the products may be rounded to it; everything else is float32. Features I are the rows of the
+    group's source layers, outputs O those of its layers, in order. Position p < P, an attention sink whose rows lie far from
+    all others: x is lowered by `sink_in_PI[p]` before, y raised by `sink_out_PO[p]` after.
     """
 
     layout: BitLayout
@@ -232,10 +268,11 @@ class RowTransform:
     bias_O: Tensor
     sink_in_PI: Tensor | None = None
     sink_out_PO: Tensor | None = None
+    guard: RowGuard | None = None
 
     @cached_property
     def half_S(self) -> Tensor:
-        """Half the number of levels of each component, `2**(b-1)`; made once, encoding needs it for every chunk."""
+        """Half the number of levels of each component, `2**(b-1)`, float32; made once, each chunk of codes needs it."""
         widths, counts = zip(*self.layout.runs, strict=True) if self.layout.runs else ((), ())
         return torch.exp2(torch.tensor(widths, dtype=torch.float32) - 1).repeat_interleave(
             torch.tensor(counts, dtype=torch.long)
@@ -257,7 +294,22 @@ class GroupTransform:
     @property
     def layout(self) -> GroupLayout:
         """What the manifest says of it."""
-        return GroupLayout(keys=self.keys.layout, values=self.values.layout, num_sink_tokens=self.keys.num_sink_tokens)
+        return GroupLayout(
+            keys=self.keys.layout,
+            values=self.values.layout,
+            num_sink_tokens=self.keys.num_sink_tokens,
+            guard=self._guard,
+        )
+
+    @property
+    def _guard(self) -> GuardLayout | None:
+        if self.keys.guard is None or self.values.guard is None:
+            return None
+        return GuardLayout(
+            num_directions=self.keys.guard.directions_IQ.shape[1],
+            key_limit=self.keys.guard.limit,
+            value_limit=self.values.guard.limit,
+        )
 
 
 @dataclass(frozen=True)
@@ -271,6 +323,16 @@ class Translator:
     def transform(self, group: int) -> GroupTransform | None:
         """The transform of a group, None where its layers are coded one by one."""
         return self.transforms[group] if self.transforms else None
+
+    def check_guard(self) -> None:
+        """Raise `TranslatorError` unless every group that a fitted map codes has limits for what it may be given."""
+        transforms = enumerate(self.manifest.transforms)
+        unguarded = [group for group, layout in transforms if layout is not None and layout.guard is None]
+        if unguarded:
+            raise TranslatorError(
+                f"{self.manifest.name}: method.guard is cut, but the artifact has no limits for groups {unguarded}; run "
+                "`scd-trt distill` again, or send unguarded with guard: off"
+            )
 
     def check_producer(self, spec: ModelSpec) -> None:
         """Raise `TranslatorError` unless the prefill server runs the model that this translator was fitted for."""
@@ -384,6 +446,24 @@ def _check_groups(path: Path, manifest: Manifest) -> None:
                 )
     if len(manifest.layers) != manifest.consumer.num_layers:
         raise TranslatorError(f"{path}: {len(manifest.layers)} layers for a model of {manifest.consumer.num_layers}")
+    _check_sources(path, manifest)
+
+
+def _check_sources(path: Path, manifest: Manifest) -> None:
+    if manifest.sources and len(manifest.sources) != len(manifest.groups):
+        raise TranslatorError(f"{path}: sources of {len(manifest.sources)} groups for {len(manifest.groups)}")
+    num_layers = manifest.producer.num_layers
+    for group, layers in enumerate(manifest.groups):
+        sources = manifest.source_layers(group)
+        if not sources or list(sources) != sorted(set(sources)) or sources[-1] >= num_layers:
+            raise TranslatorError(
+                f"{path}: group {group} is computed from layers {sources}; expected ascending ones below {num_layers}"
+            )
+        is_own = sources == tuple(range(*layers)) and same_shape(manifest.producer, manifest.consumer)
+        if not is_own and not (manifest.transforms and manifest.transforms[group]):
+            raise TranslatorError(
+                f"{path}: group {group} is not computed from its own layers, so it must be transformed"
+            )
 
 
 def _check_model(role: str, expected: ModelSpec, found: ModelSpec) -> None:
@@ -402,36 +482,43 @@ def _check_shapes(translator: Translator) -> None:
     spec, rows = translator.manifest.consumer, translator.manifest.producer.hidden_size
     for index, (mode, maps) in enumerate(zip(translator.manifest.layers, translator.layers, strict=True)):
         for name, found, expected in _expected_shapes(mode, maps, spec.kv_dim, rows, spec.head_dim):
-            _check_tensor(f"layer {index} {name}", found, expected)
+            _check_tensor(f"layer {index} {name}", found, expected, torch.float32)
     for index, (start, stop) in enumerate(translator.manifest.groups):
         transform, layouts = translator.transform(index), translator.manifest.transforms
+        widths = (
+            len(translator.manifest.source_layers(index)) * translator.manifest.producer.kv_dim,
+            (stop - start) * spec.kv_dim,
+        )
         layout = layouts[index] if layouts else None
         if transform is not None and layout is not None:
-            for name, found, expected in _expected_transform_shapes(transform, layout, (stop - start) * spec.kv_dim):
-                _check_tensor(f"group {index} {name}", found, expected)
+            for name, found, expected in _expected_transform_shapes(transform, layout, *widths):
+                is_matrix = name.endswith((".encode", ".decode", ".guard"))
+                _check_tensor(f"group {index} {name}", found, expected, MATRIX_DTYPE if is_matrix else torch.float32)
 
 
-def _check_tensor(place: str, found: Tensor, expected: tuple[int, ...]) -> None:
-    if found.dtype != torch.float32 or tuple(found.shape) != expected:
-        raise TranslatorError(f"{place}: {tuple(found.shape)} {found.dtype}; expected {expected} torch.float32")
+def _check_tensor(place: str, found: Tensor, expected: tuple[int, ...], dtype: torch.dtype) -> None:
+    if found.dtype != dtype or tuple(found.shape) != expected:
+        raise TranslatorError(f"{place}: {tuple(found.shape)} {found.dtype}; expected {expected} {dtype}")
     if not bool(found.isfinite().all()):
         raise TranslatorError(f"{place}: holds values that are not finite; distil again")
 
 
 def _expected_transform_shapes(
-    transform: GroupTransform, layout: GroupLayout, width: int
+    transform: GroupTransform, layout: GroupLayout, width_in: int, width_out: int
 ) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
     for kind in ("keys", "values"):
         rows: RowTransform = getattr(transform, kind)
         sent = rows.layout.num_components
-        yield f"{kind}.mean", rows.mean_I, (width,)
-        yield f"{kind}.encode", rows.encode_IS, (width, sent)
-        yield f"{kind}.decode", rows.decode_SO, (sent, width)
-        yield f"{kind}.bias", rows.bias_O, (width,)
-        for name in _SINK_TENSORS:
+        yield f"{kind}.mean", rows.mean_I, (width_in,)
+        yield f"{kind}.encode", rows.encode_IS, (width_in, sent)
+        yield f"{kind}.decode", rows.decode_SO, (sent, width_out)
+        yield f"{kind}.bias", rows.bias_O, (width_out,)
+        for name, width in zip(_SINK_TENSORS, (width_in, width_out), strict=True):
             shift = getattr(rows, name)
             # none is as good as one of no positions
             yield f"{kind}.{name}", torch.zeros(0, width) if shift is None else shift, (layout.num_sink_tokens, width)
+        if layout.guard is not None and rows.guard is not None:
+            yield f"{kind}.guard", rows.guard.directions_IQ, (width_in, layout.guard.num_directions)
 
 
 def _expected_shapes(
@@ -475,6 +562,8 @@ def _tensors(layers: tuple[LayerMaps, ...], transforms: tuple[GroupTransform | N
         for kind, rows in vars(transform).items() if transform is not None else ():
             for name in _ROW_TENSORS + _SINK_TENSORS * bool(rows.num_sink_tokens):
                 tensors[f"groups.{index}.{kind}.{name}"] = getattr(rows, name).contiguous()
+            if transform is not None and transform.layout.guard is not None:
+                tensors[f"groups.{index}.{kind}.{_GUARD_TENSOR}"] = rows.guard.directions_IQ.contiguous()
     for index, maps in enumerate(layers):
         for name, value in vars(maps).items():
             if isinstance(value, AffineMap):
@@ -523,11 +612,14 @@ def _read_layer(name: str, mode: LayerMode, take: Callable[[str], Tensor]) -> La
 
 
 def _read_transform(name: str, layout: GroupLayout, take: Callable[[str], Tensor]) -> GroupTransform:
-    def rows(kind: str, packed: BitLayout) -> RowTransform:
+    def rows(kind: str, packed: BitLayout, limit: float | None) -> RowTransform:
         names = _ROW_TENSORS + _SINK_TENSORS * bool(layout.num_sink_tokens)
-        return RowTransform(packed, *(take(f"{name}.{kind}.{part}") for part in names))
+        tensors: dict[str, Any] = {part: take(f"{name}.{kind}.{part}") for part in names}
+        found = RowTransform(packed, **tensors)
+        return found if limit is None else replace(found, guard=RowGuard(take(f"{name}.{kind}.{_GUARD_TENSOR}"), limit))
 
-    return GroupTransform(keys=rows("keys", layout.keys), values=rows("values", layout.values))
+    limits = (None, None) if layout.guard is None else (layout.guard.key_limit, layout.guard.value_limit)
+    return GroupTransform(keys=rows("keys", layout.keys, limits[0]), values=rows("values", layout.values, limits[1]))
 
 
 def _itemsize(dtype: Dtype) -> int:

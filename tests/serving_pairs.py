@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,10 @@ WORDS = [
 ]
 
 
+Shape = Mapping[str, Any]
+"""Entries of a model's configuration."""
+
+
 @dataclass(frozen=True)
 class TinyPair:
     """A pair file, what it says, and the directories of its models."""
@@ -51,10 +55,22 @@ class TinyPair:
     consumer: Path
 
 
-def write_pair(root: Path, *, policy: str, same_model: bool = False, **sections: Any) -> TinyPair:
-    """A tiny producer, its perturbed copy (or itself) as consumer, texts, and a pair file with free ports."""
-    producer = save_tiny_model(root / "producer")
-    consumer = producer if same_model else save_perturbed_copy(producer, root / "consumer")
+def write_pair(
+    root: Path, *, policy: str, same_model: bool = False, shapes: tuple[Shape, Shape] | None = None, **sections: Any
+) -> TinyPair:
+    """A tiny producer, its perturbed copy (or itself) as consumer, texts, and a pair file with free ports.
+
+    Args:
+        shapes: of the producer and of the consumer, which then is a model of its own.
+    """
+    if shapes is not None:
+        producer, consumer = (
+            save_tiny_model(root / name, seed=seed, **shape)
+            for seed, (name, shape) in enumerate(zip(("producer", "consumer"), shapes, strict=True))
+        )
+    else:
+        producer = save_tiny_model(root / "producer")
+        consumer = producer if same_model else save_perturbed_copy(producer, root / "consumer")
     texts = root / "texts"
     texts.mkdir()
     for index in range(60):

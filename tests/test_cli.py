@@ -71,6 +71,53 @@ def test_distil_then_inspect(distilled: TinyPair) -> None:
     assert "bytes per token" in run("inspect", str(distilled.config.translator)).stdout
 
 
+def test_evaluate_measures_what_its_dry_run_says(distilled: TinyPair, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ["--task", "text", "--items", "2", "--controls", "scd,raw", "--out"]
+    words = ["evaluate", str(distilled.file), *options, str(out)]
+    expected = json.loads(run(*words, "--dry-run", "--json").stdout)
+    assert [(row["name"], row["num_items"]) for row in expected["rows"]] == [("text@64", 2)]
+    assert not out.exists()
+    found = json.loads(run(*words, "--json").stdout)
+    assert list(found["tables"]["text@64"]) == ["oracle", "raw", "scd", "no_cache"]
+    assert found["tables"]["text@64"]["scd"]["bytes_per_token"] == expected["bytes_per_token"]
+    assert (out / "results.md").exists()
+    shown = run(*words).stdout
+    assert "KL to oracle" in shown
+    assert str(out / "results.md") in shown
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "cure"),
+    [
+        ("--task", "txt", "did you mean 'text'?"),
+        ("--items", "text=none", "whole number of at least 2"),
+        ("--controls", "scdd", "did you mean 'scd'?"),
+    ],
+)
+def test_evaluate_explains_wrong_words(distilled: TinyPair, tmp_path: Path, option: str, value: str, cure: str) -> None:
+    done = run("evaluate", str(distilled.file), option, value, "--out", str(tmp_path / "out"), status=2)
+    assert cure in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_frontier_is_printed_and_modes_are_shown(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path, policy="rd", method={"group_layers": 2, "fisher_tokens": 64})
+    planned = json.loads(run("distill", str(pair.file), "--frontier", "--dry-run", "--json").stdout)
+    assert planned["weighing_tokens"] == 128
+    assert planned["estimated_s"] > 0
+    shown = run("distill", str(pair.file), "--frontier").stdout
+    assert "Loss by size of the codes" in shown
+    assert "64x" in shown
+    assert "limit: no limit was stated; a tenth of the cache, 76 bytes, is kept: 76 bytes per token" in shown
+    again = json.loads(run("distill", str(pair.file), "--frontier", "--json").stdout)
+    assert [point["ratio"] for point in again["frontier"]] == [4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64]
+    assert again["quality"]["limit"]["bytes_per_token"] == 76
+    artifact = run("inspect", str(pair.config.translator)).stdout
+    assert "Modes (predicted nats per token" in artifact
+    assert "Transforms everywhere were predicted to cost least." in artifact
+
+
 def test_inspect_model(pair: TinyPair) -> None:
     assert json.loads(run("inspect", str(pair.consumer), "--json").stdout)["num_layers"] == 3
 

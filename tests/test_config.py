@@ -38,6 +38,15 @@ def test_minimal_file_loads_and_paths_are_relative_to_it(tmp_path: Path) -> None
     assert config.translator_path() == cache_root() / "translators" / "demo"
 
 
+def test_a_consumer_may_be_a_recipes_and_text_a_mixture(tmp_path: Path) -> None:
+    text = MINIMAL.replace("./tuned, adapter: adapter", "recipe:smollm2_rope").replace(
+        "package:narrativeqa", "[package:xsum, a.txt]"
+    )
+    config = load(tmp_path, text)
+    assert config.consumer.model == "recipe:smollm2_rope"
+    assert config.calibration.source == ("package:xsum", str(tmp_path / "a.txt"))
+
+
 def test_unknown_key_names_line_key_and_nearest(tmp_path: Path) -> None:
     text = failure(tmp_path, MINIMAL + "method:\n  policy: paper\n  patch_layer: auto\n")
     assert "pair.yaml:8: method.patch_layer: unknown key; did you mean 'patch_layers'?" in text
@@ -77,6 +86,16 @@ def test_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
     assert "pair.yaml" in failure(tmp_path, text)
 
 
+def test_key_given_twice_is_told_and_a_merge_is_none(tmp_path: Path) -> None:
+    text = failure(tmp_path, MINIMAL + "engine: {num_blocks: 4, num_blocks: 8}\n")
+    assert "pair.yaml:6: engine.num_blocks: key given twice; keep one" in text
+    merged = MINIMAL.replace(
+        "heldout: {source: texts}", "heldout: {<<: &h {source: texts, num_sequences: 2}, source: b}"
+    )
+    assert load(tmp_path, merged).heldout.num_sequences == 2
+    assert "engine.num_blocks" in failure(tmp_path, MINIMAL + "engine: &e {num_blocks: *e}\n")
+
+
 def test_missing_file_says_which(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):
         load_pair(tmp_path / "nowhere.yaml")
@@ -113,10 +132,12 @@ def test_reference_page_is_current_and_names_every_section() -> None:
     assert "| `servers.decode.control_port` | `8102` | whole number |" in page
 
 
-SHIPPED = sorted((Path(__file__).parents[1] / "engine_configs").rglob("*.yaml"))
+SHIPPED = sorted((Path(__file__).parents[1] / "engine_configs").glob("*/*.yaml"))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_shipped_pair_file_loads_and_finds_its_adapter(path: Path) -> None:
     config = load_pair(path)
     assert config.consumer.adapter is None or (config.consumer.adapter / "adapter_config.json").is_file()
+    # the artifact goes by the name: two files of one name would overwrite each other's
+    assert config.name == path.parent.name + ("" if path.stem == "pair" else f"-{path.stem}")

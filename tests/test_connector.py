@@ -101,6 +101,7 @@ def pair_config(**sections: Any) -> PairConfig:
         "consumer": {"model": "b"},
         "calibration": {"source": "none"},
         "heldout": {"source": "none"},
+        "method": {"guard": "off"},
         "engine": {"tokens_per_block": B, "num_blocks": 64, "max_num_tokens": 1024},
         "transport": {"backend": "loopback", "arena_bytes": 4 << 20, "send_buffer_bytes": 4 << 20},
     }

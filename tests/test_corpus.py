@@ -114,6 +114,24 @@ def test_sequences_are_whole_documents_of_one_split_in_a_shuffled_order(tmp_path
     assert joined != "".join(texts)
 
 
+def test_several_sources_take_turns_and_share_no_text(tmp_path: Path) -> None:
+    many = write_jsonl(tmp_path / "many.jsonl", [f"m{index}." for index in range(400)])
+    shared = [text for text in (f"m{index}." for index in range(400)) if split_of(text) == "train"][:3]
+    few = write_jsonl(tmp_path / "few.jsonl", [f"f{index}." for index in range(40)] + shared)
+    sequences = token_sequences((few, many), encode, num_tokens=500, sequence_tokens=500, split="train", seed=0)
+    found = "".join(map(chr, next(sequences))).split(".")[:-1]
+    num_few = sum(text.startswith("f") for text in found)
+    assert num_few == sum(split_of(f"f{index}.") == "train" for index in range(40))
+    # every second text is of the smaller source, but for the three turns that it may spend on the other's texts
+    assert abs(sum(text.startswith("f") for text in found[:num_few]) - num_few / 2) <= 3
+    assert len(set(found)) == len(found)
+
+
+def test_no_source_at_all_is_an_error() -> None:
+    with pytest.raises(CorpusError, match="no source is named"):
+        token_sequences((), encode, num_tokens=1, sequence_tokens=1, split="train", seed=0)
+
+
 def test_larger_corpora_are_shuffled_within_a_window() -> None:
     items = [corpus.Document(str(index), "0" * 32) for index in range(3 * corpus.SHUFFLE_BUFFER_DOCUMENTS)]
     shuffled = list(corpus._shuffled(iter(items), seed=1))

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -13,22 +13,33 @@ from tiny_models import save_perturbed_copy, save_tiny_model
 from scd_trt import translator as translators
 from scd_trt.codec import Decoder, Encoder, LayerInput
 from scd_trt.config import CorpusConfig, HeldoutConfig, MethodConfig, ModelConfig, PairConfig
-from scd_trt.corpus import CorpusError
-from scd_trt.distill import calibration, pipeline
+from scd_trt.corpus import CorpusError, split_of
+from scd_trt.distill import calibration, modes, pipeline, report
+from scd_trt.distill import rd as rd_policy
 from scd_trt.distill.calibration import read_texts
 from scd_trt.distill.fit import FitError
 from scd_trt.distill.layer_selection import LayerSelectionError
-from scd_trt.distill.plan import PlanError, prepare
+from scd_trt.distill.plan import FRONTIER, FULL_FRONTIER, NUM_BISECTIONS, PlanError, prepare
 from scd_trt.distill.rate_control import RateError
 from scd_trt.distill.sensitivity import ORACLE, RAW, Heldout
 from scd_trt.distill.statistics import StatisticsError
+from scd_trt.evaluate.tasks import Question, prompt
 from scd_trt.model_spec import PairMismatchError
 from scd_trt.models import cache_layers, load_model, project_kv, trace
 from scd_trt.translator import PatchLayer, ReuseLayer
 
 WORDS = ["the", "river", "carries", "old", "stories", "past", "quiet", "houses", "where", "nobody", "remembers", "them"]
 METHOD = MethodConfig(
-    policy="paper", r_k=24, r_v=24, r_h=48, num_candidates=3, max_patch_layers=2, group_layers=2, fisher_tokens=100
+    policy="paper",
+    r_k=24,
+    r_v=24,
+    r_h=48,
+    num_candidates=3,
+    max_patch_layers=2,
+    group_layers=2,
+    fisher_tokens=100,
+    # a tiny model has few weights for the width of its cache
+    max_matrix_share=1.0,
 )
 
 
@@ -378,6 +389,9 @@ def test_rd_artifact_is_complete_and_loads(rd):
 def test_rd_codes_keep_to_the_bytes_and_use_them(rd):
     _, translator, _ = rd
     assert 69 <= sum(translator.manifest.bytes_per_token) <= 70
+    limit = translator.manifest.quality["limit"]
+    assert (limit["name"], limit["allowed"], limit["is_default"]) == ("bytes_per_token", 70, False)
+    assert limit["measured"] == limit["bytes_per_token"] == sum(translator.manifest.bytes_per_token)
     assert all(translator.manifest.bytes_per_token)
     assert translator.manifest.quality["controls"]["rd"]["bytes_per_token"] == sum(translator.manifest.bytes_per_token)
 
@@ -445,6 +459,12 @@ def test_rd_searches_the_rate_that_keeps_to_the_loss(rd, models, text, tmp_path)
     translator = pipeline.distill(config, progress=progress)
     assert progress.steps == progress.totals
     assert translator.manifest.quality["controls"]["rd"]["kl"] <= limit
+    told = translator.manifest.quality["limit"]
+    assert (told["name"], told["allowed"]) == ("max_kl", limit)
+    assert told["measured"] == translator.manifest.quality["controls"]["rd"]["kl"]
+    assert (
+        f"max_kl {limit:g} is kept: measured {told['measured']:.4g} nats" in (tmp_path / "t" / "report.md").read_text()
+    )
     size = sum(translator.manifest.bytes_per_token)
     assert DENSE_BYTES / 32 < size < frontier[4.0]["bytes_per_token"]
 
@@ -505,9 +525,11 @@ def test_plan_of_rd_is_not_exceeded(rd, models, text, tmp_path):
     progress = Recorder()
     config = _config(models, text, tmp_path / "t", policy="rd", max_kl=rd[1].manifest.quality["controls"]["rd"]["kl"])
     pipeline.distill(config, progress=progress)
-    measuring = [name for name in progress.stages if "measure" in name or "search" in name]
-    assert len(measuring) == 3
+    measuring = [name for name in progress.stages if "measure" in name and "unusual" not in name]
+    assert len(measuring) == 4 + 1 + NUM_BISECTIONS
     assert sum(progress.steps[name] for name in measuring) <= pipeline.plan(config).scored_caches
+    more = pipeline.plan(config, full_frontier=True).scored_caches - pipeline.plan(config).scored_caches
+    assert more == 3 * 2 * (len(FULL_FRONTIER) - len(FRONTIER))
 
 
 def test_sequences_that_are_all_sinks_are_refused(models, text, tmp_path):
@@ -534,21 +556,255 @@ def test_sinks_are_what_all_sequences_begin_with():
 def test_sink_rows_are_the_mean_rows_of_first_positions(models, text, tmp_path):
     job = prepare(_config(models, text, tmp_path / "t", policy="rd"))
     texts = calibration.Texts(((5, 6, 7, 8, 9, 10, 11, 12), (5, 60, 70, 80, 90, 100, 110, 120)), (), "key")
-    found = calibration.sink_rows(job, texts)
+    empty = calibration.group_statistics(job, num_sink_tokens=4)
+    statistics = calibration.calibrate(job, texts, tmp_path / "work", calibration.SilentProgress(), into=empty)
+    found = statistics.first_rows.means(2)
     for model, rows_L2PF in zip(models, found, strict=True):
-        traces = [trace(load_model(model), ids[:4], capture={"kv"}) for ids in texts.calibration]
+        traces = [trace(load_model(model), ids, capture={"kv"}) for ids in texts.calibration]
         for layer in range(3):
             for kind, name in enumerate(("k_TF", "v_TF")):
-                expected = sum(getattr(traced, name)[layer].double() for traced in traces) / 2
+                expected = sum(getattr(traced, name)[layer][:4].double() for traced in traces) / 2
                 torch.testing.assert_close(
                     rows_L2PF[layer, kind], expected, rtol=1e-12, atol=1e-12
                 )  # float64 sums of two
     assert found[0].shape == (3, 2, 4, 32)
+    again = calibration.group_statistics(job, num_sink_tokens=4)
+    again.restore(tmp_path / "work" / "key.safetensors", key="key")
+    assert torch.equal(again.first_rows.sum_a, statistics.first_rows.sum_a)
+    assert torch.equal(again.first_rows.sum_b, statistics.first_rows.sum_b)
 
 
-def test_two_limits_are_refused():
-    with pytest.raises(ValueError, match="bytes_per_token and max_kl are two limits"):
-        MethodConfig(bytes_per_token=10, max_kl=0.1)
+def test_weights_are_kept_when_a_run_is_interrupted_after_them(rd, rd_config):
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.distill(rd_config, progress=Recorder(interrupt_at=("decorrelate groups", 1)))
+    (kept,) = (rd_config.translator_path().parent / ".artifact.partial").glob("*.fisher.safetensors")
+    progress = Recorder()
+    pipeline.distill(rd_config, progress=progress)
+    assert "weigh errors by their effect" not in progress.stages
+    assert _files(rd_config.translator_path()) == _files(rd[0].translator_path())
+    assert not kept.exists()
+
+
+def test_damaged_weights_are_told(rd_config):
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.distill(rd_config, progress=Recorder(interrupt_at=("decorrelate groups", 1)))
+    (kept,) = (rd_config.translator_path().parent / ".artifact.partial").glob("*.fisher.safetensors")
+    kept.write_bytes(kept.read_bytes()[:-1])
+    with pytest.raises(StatisticsError, match=r"fisher\.safetensors: not the result of a pass .*; delete it"):
+        pipeline.distill(rd_config)
+
+
+def test_models_are_loaded_once_per_dtype(models, text, tmp_path, monkeypatch):
+    loaded = []
+
+    def load(path, *, dtype="float32"):
+        loaded.append((path, dtype))
+        return load_model(path, dtype=dtype)
+
+    monkeypatch.setattr(calibration, "load_model", load)
+    config = _config(models, text, tmp_path / "t", policy="rd", bytes_per_token=70)
+    served = config.model_copy(update={"consumer": config.consumer.model_copy(update={"dtype": "bfloat16"})})
+    pipeline.distill(served)
+    assert sorted(loaded) == sorted(
+        [(models[0], "float32"), (models[1], "float32"), (models[1], "bfloat16")], key=lambda one: (str(one[0]), one[1])
+    )
+
+
+def test_exact_first_layers_are_measured(rd):
+    _, translator, _ = rd
+    quality = translator.manifest.quality
+    found = quality["exact_layers"]
+    assert [row["num_layers"] for row in found] == [1, 2]  # of three layers; all of them would be the oracle
+    own = quality["controls"]["rd"]["kl"]
+    for row in found:
+        # float32 and float64 comparisons of the same logits
+        assert row["kl"] + row["gain"] == pytest.approx(own, rel=1e-3)
+    assert found[1]["gain"] > found[0]["gain"]
+
+
+def test_frontier_is_traced_on_demand_and_is_no_part_of_the_artifact(rd, rd_config):
+    progress = Recorder()
+    translator = pipeline.distill(rd_config, progress=progress, trace_frontier=True)
+    assert progress.steps == progress.totals
+    files, plain = _files(rd_config.translator_path()), _files(rd[0].translator_path())
+    assert set(files) - set(plain) == {"frontier.json"}
+    assert [name for name in plain if plain[name] != files[name]] == ["frontier.png", "report.md"]
+    points = report.read_frontier(rd_config.translator_path(), translator.manifest)
+    assert [point["ratio"] for point in points] == list(FULL_FRONTIER)
+    assert {"kl", "kl_worst_decile", "top1", "nll", "bytes_per_token"} <= set(points[0])
+    coarse = [point for point in points if point["ratio"] in FRONTIER]
+    assert coarse == translator.manifest.quality["frontier"]
+    assert "| 48x |" in files["report.md"].decode()
+
+
+def test_frontier_of_a_finished_artifact_leaves_it_as_it_is(rd_config):
+    pipeline.distill(rd_config)
+    before = _files(rd_config.translator_path())
+    progress = Recorder()
+    translator = pipeline.distill(rd_config, progress=progress, trace_frontier=True)
+    assert progress.steps == progress.totals
+    assert "calibrate" in progress.stages  # moments are not kept
+    after = _files(rd_config.translator_path())
+    assert all(after[name] == before[name] for name in ("translator.json", "translator.safetensors"))
+    fresh = rd_config.model_copy(update={"translator": rd_config.translator_path().with_name("fresh")})
+    pipeline.distill(fresh, trace_frontier=True)
+    assert after == _files(fresh.translator_path())
+    # and a frontier that is there is not traced again, unless it is damaged
+    progress = Recorder()
+    pipeline.distill(rd_config, progress=progress, trace_frontier=True)
+    assert progress.stages == ["open the pair", "read the texts"]
+    (rd_config.translator_path() / "frontier.json").write_text("{")
+    assert report.read_frontier(rd_config.translator_path(), translator.manifest) == []
+
+
+def test_only_rates_have_a_frontier(config):
+    with pytest.raises(PlanError, match=r"method\.policy paper has no frontier of rates"):
+        pipeline.distill(config, trace_frontier=True)
+
+
+def test_predicted_costs_of_modes_are_in_the_artifact(rd):
+    config, translator, _ = rd
+    found = translator.manifest.quality["modes"]
+    assert [group["layers"] for group in found["groups"]] == [[0, 2], [2, 3]]
+    assert [group["mode"] for group in found["groups"]] == ["transform", "transform"]
+    assert found["measured"] == []
+    raw = [group["predicted"]["raw"]["bytes_per_token"] for group in found["groups"]]
+    assert raw == [2 * DENSE_BYTES // 3, DENSE_BYTES // 3]
+    assert found["nats_per_byte"] > 0
+    assert "| 0..1 | transform |" in (config.translator_path() / "report.md").read_text()
+
+
+def test_raw_is_taken_where_it_is_exact_and_the_bytes_hold_it(models, text, tmp_path):
+    """A = B: the last group's cache fits as it is beside eight bits of the first one's components."""
+    size = DENSE_BYTES // 3 + 2 * 2 * 32
+    progress = Recorder()
+    config = _config((models[0], models[0]), text, tmp_path / "t", policy="rd", bytes_per_token=size)
+    translator = pipeline.distill(config, progress=progress)
+    assert progress.steps == progress.totals
+    found = translator.manifest.quality["modes"]
+    assert [group["mode"] for group in found["groups"]] == ["transform", "raw"]
+    assert found["groups"][1]["predicted"]["raw"]["loss"] < 1e-9
+    plain, mixed = found["measured"]
+    assert (plain["modes"], mixed["modes"]) == (["transform", "transform"], ["transform", "raw"])
+    assert mixed["kl"] <= plain["kl"]
+    assert translators.load(config.translator_path()).manifest == translator.manifest
+    assert "Measured on held-out text" in (tmp_path / "t" / "report.md").read_text()
+
+
+def test_a_table_that_measures_worse_than_it_predicts_is_not_kept(models, text, tmp_path, monkeypatch):
+    """Prices that are wrong: raw is said to cost nothing on a pair where it costs much."""
+
+    def free(*arguments):
+        return tuple(tuple(replace(code, distortion=0.0) for code in codes) for codes in modes.fixed_codes(*arguments))
+
+    monkeypatch.setattr(rd_policy, "fixed_codes", free)
+    size = DENSE_BYTES // 3 + 2 * 2 * 32
+    pair = (models[0], save_perturbed_copy(models[0], tmp_path / "far", scale=0.3))
+    translator = pipeline.distill(_config(pair, text, tmp_path / "t", policy="rd", bytes_per_token=size))
+    found = translator.manifest.quality["modes"]
+    assert len(found["measured"]) == 2
+    plain, mixed = found["measured"]
+    assert mixed["kl"] > plain["kl"]
+    assert [group["mode"] for group in found["groups"]] == ["transform", "transform"]
+    assert translator.manifest.quality["controls"]["rd"]["kl"] == plain["kl"]
+
+
+def test_patch_is_priced_only_where_it_is_asked_for(models, text, tmp_path):
+    config = _config(models, text, tmp_path / "t", policy="rd", bytes_per_token=70, modes=("transform", "patch"), r_h=4)
+    translator = pipeline.distill(config)
+    found = translator.manifest.quality["modes"]["groups"]
+    assert [list(group["predicted"]) for group in found] == [["transform", "patch"]] * 2
+    assert [group["predicted"]["patch"]["bytes_per_token"] for group in found] == [2 * 4 * 2, 4 * 2]
+    assert pipeline.plan(config).statistics_bytes == 8 * (2 * (128**2 + 64**2) + 3 * 128**2)
+    with pytest.raises(FitError, match=r"method\.r_h: layer 0 has rank 65"):
+        pipeline.distill(_config(models, text, tmp_path / "u", policy="rd", modes=("transform", "patch"), r_h=65))
+
+
+# ---- a limit on answers ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory) -> Path:
+    """A model whose attention is nearly flat: what it says hardly changes with small errors of its cache."""
+    return save_tiny_model(tmp_path_factory.mktemp("calm") / "m", initializer_range=0.02)
+
+
+def _answered(model: Path, path: Path) -> Path:
+    """Questions that a model answers right: right is what it says."""
+    loaded = load_model(model)
+    passages = (f"{number} {' '.join(WORDS[number % 7 :])}" for number in range(150))
+    with path.open("w") as file:
+        for passage in filter(lambda text: split_of(text) == "heldout", passages):
+            asked = Question(passage, "Where to?", ("unknown",), "")
+            ids = loaded.tokenizer.apply_chat_template(
+                list(prompt(asked).messages), add_generation_prompt=True, tokenize=False
+            )
+            tokens = torch.tensor([loaded.tokenizer(ids, add_special_tokens=False)["input_ids"]])
+            said = loaded.model.generate(tokens, max_new_tokens=24, do_sample=False)[0, tokens.shape[1] :]
+            answer = loaded.tokenizer.decode(said, skip_special_tokens=True)
+            file.write(json.dumps({"passage": passage, "question": asked.question, "answer": answer}) + "\n")
+    return path
+
+
+def _asking(config: PairConfig, questions: Path) -> PairConfig:
+    heldout = config.heldout.model_copy(update={"questions": str(questions), "num_questions": 6})
+    engine = config.engine.model_copy(update={"tokens_per_block": 8})
+    return config.model_copy(update={"heldout": heldout, "engine": engine})
+
+
+def test_rd_searches_the_rate_that_keeps_the_answers(calm, text, tmp_path):
+    method = {"policy": "rd", "max_relative_f1_loss": 0.6, "f1_loss_rule": "mean"}
+    config = _config((calm, calm), text, tmp_path / "t", **method)
+    config = _asking(config, _answered(calm, tmp_path / "questions.jsonl"))
+    progress = Recorder()
+    translator = pipeline.distill(config, progress=progress)
+    assert progress.steps == progress.totals
+    limit = translator.manifest.quality["limit"]
+    assert (limit["name"], limit["rule"], limit["num_questions"]) == ("max_relative_f1_loss", "mean", 6)
+    assert limit["measured"] == limit["mean"] <= 0.6
+    # the reference is right by definition; but for white space, which the tokens of nonsense are full of
+    assert limit["oracle_f1"] > 0.9
+    assert limit["bytes_per_token"] == sum(translator.manifest.bytes_per_token) < DENSE_BYTES / 2
+    assert "max_relative_f1_loss 60.00% is kept: measured" in (tmp_path / "t" / "report.md").read_text()
+    assert pipeline.plan(config).answered_questions == 6 * (2 + NUM_BISECTIONS)
+    answering = [name for name in progress.stages if "answer" in name]
+    assert sum(progress.totals[name] for name in answering) == 6 * (2 + NUM_BISECTIONS)
+
+
+def test_rd_says_that_answers_cannot_be_kept(models, text, tmp_path):
+    answered = _answered(models[1], tmp_path / "questions.jsonl")
+    config = _asking(_config(models, text, tmp_path / "t", policy="rd", max_relative_f1_loss=0.01), answered)
+    with pytest.raises(
+        RateError, match=r"max_relative_f1_loss 0\.01: the translation itself loses \d+\.\d\d% of F1 on 6 held-out"
+    ):
+        pipeline.distill(config)
+    assert not config.translator_path().exists()
+
+
+def test_other_questions_are_other_work(models, text, tmp_path):
+    answered = _answered(models[1], tmp_path / "questions.jsonl")
+    config = _config(models, text, tmp_path / "t", policy="rd", max_relative_f1_loss=0.01)
+    keys = {
+        read_texts(prepare(_asking(config, answered).model_copy(update=update))).key
+        for update in ({}, {"engine": config.engine.model_copy(update={"tokens_per_block": 16})})
+    }
+    assert len(keys) == 2
+    assert read_texts(prepare(config.model_copy(update={"method": METHOD}))).questions == ()
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ({"bytes_per_token": 10, "max_kl": 0.1}, "bytes_per_token and max_kl are 2 limits"),
+        ({"max_relative_f1_loss": 0.1, "max_kl": 0.1}, "max_kl and max_relative_f1_loss are 2 limits"),
+        ({"max_relative_f1_loss": 1.0}, "less than 1"),
+        ({"modes": ("raw",)}, "modes must hold transform"),
+        ({"modes": ("transform", "transform")}, "each mode once"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(method, message):
+    with pytest.raises(ValueError, match=message):
+        MethodConfig(**method)
 
 
 @pytest.mark.slow

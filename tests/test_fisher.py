@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import save_tiny_model
 
-from scd_trt.distill.fisher import SHRINKAGE, FisherWeights
+from scd_trt.distill.fisher import SHRINKAGE, ErrorWeights, FisherWeights
 from scd_trt.models import cache_layers, forward_with_cache, load_model, trace
 
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 256}
@@ -71,7 +71,42 @@ def test_mean_over_all_signs_is_the_sum_of_squared_gradients(name, request):
     torch.testing.assert_close(fisher.sum_L2F / len(patterns), expected_L2F, rtol=2e-4, atol=1e-4 * expected_L2F.mean())
     mean_L2F = fisher.sum_L2F / (len(patterns) * num_scored)
     shrunk = (1 - SHRINKAGE) * mean_L2F + SHRINKAGE * mean_L2F.mean(-1, keepdim=True)
-    assert torch.equal(fisher.weights(), shrunk)
+    # two roundings of a float64 product
+    torch.testing.assert_close(fisher.weights().elements_L2F, shrunk, rtol=1e-14, atol=0)
+
+
+def test_weight_of_a_head_is_what_its_gradient_says_of_any_direction(model):
+    """`e' E[g g'] e` is the mean square of `g' e`, for one scored token without a sign to average over."""
+    ids, labels_T = _ids(12), torch.tensor([31])
+    fisher = Chosen(model, seed=0)
+    fisher.choose(labels_T, torch.ones(1))
+    fisher.update(ids, scored_tokens=1)
+    traced = trace(model, ids[:11], capture={"kv"})
+    leaves = tuple(v.clone().requires_grad_() for v in traced.v_TF)
+    layers = cache_layers(model, type(traced)(k_TF=traced.k_TF, v_TF=leaves))
+    log_p_TV = forward_with_cache(model, ids[11:], layers, start_position=11).log_softmax(-1)
+    gradient_SF = torch.autograd.grad(log_p_TV[0, 31], leaves[1])[0].double()
+    size = model.spec.head_dim
+    direction_D = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for head in range(model.spec.num_kv_heads):
+        expected = (gradient_SF[:, head * size : (head + 1) * size] @ direction_D).square().mean()
+        found = direction_D @ fisher.sum_L2HDD[1, 1, head] @ direction_D
+        # float32 gradients of two orders of summation
+        assert float(found) == pytest.approx(float(expected), rel=1e-3)
+
+
+def test_weights_of_a_group_are_those_of_its_layers_side_by_side(model):
+    fisher = FisherWeights(model, seed=0)
+    fisher.update(_ids(12), scored_tokens=4)
+    elements, heads = fisher.weights(), fisher.weights(of_heads=True)
+    assert torch.equal(elements.of_group(0, 2, 1), elements.elements_L2F[:, 1].flatten())
+    group_OO = heads.of_group(0, 2, 1)
+    assert torch.equal(group_OO.diagonal(), elements.of_group(0, 2, 1))
+    size, kv_dim = model.spec.head_dim, model.spec.kv_dim
+    assert torch.equal(group_OO[kv_dim : kv_dim + size, kv_dim : kv_dim + size], heads.heads_L2HDD[1, 1, 0])
+    assert not bool(group_OO[:size, size:].any())
+    assert float(torch.linalg.eigvalsh(group_OO).min()) > 0
+    assert torch.equal(ErrorWeights.equal(2, kv_dim).of_group(0, 2, 0), torch.ones(2 * kv_dim, dtype=torch.float64))
 
 
 def test_one_rotation_is_another_weight_than_none(stretched):
@@ -128,7 +163,7 @@ def test_weights_are_per_scored_token_and_average_over_prefixes(model):
         fisher.choose(labels_T, signs_T)
         for ids in texts:
             fisher.update(ids, scored_tokens=2)
-        return fisher.weights()
+        return fisher.weights().elements_L2F
 
     assert torch.equal(weights(one, one), weights(one))
     torch.testing.assert_close(
@@ -142,7 +177,7 @@ def test_equal_seeds_give_equal_bits_and_others_do_not(model):
         fisher = FisherWeights(model, seed=seed)
         fisher.update(_ids(24), scored_tokens=8)
         fisher.update(_ids(24, seed=1), scored_tokens=8)
-        return fisher.weights()
+        return fisher.weights().elements_L2F
 
     assert torch.equal(weights(3), weights(3))
     assert not torch.equal(weights(3), weights(4))
@@ -151,9 +186,9 @@ def test_equal_seeds_give_equal_bits_and_others_do_not(model):
 def test_elements_that_were_never_touched_keep_a_share_of_their_layer(model):
     fisher = FisherWeights(model, seed=0)
     fisher.update(_ids(12), scored_tokens=4)
-    fisher.sum_L2F[:] = 0.0
-    fisher.sum_L2F[1, 0, 3] = 64.0
-    weights = fisher.weights()
+    fisher.sum_L2HDD[:] = 0.0
+    fisher.sum_L2HDD[1, 0, 0, 3, 3] = 64.0
+    weights = fisher.weights().elements_L2F
     mean = 64.0 / 4 / model.spec.kv_dim
     assert float(weights[1, 0, 0]) == pytest.approx(SHRINKAGE * mean, rel=1e-12)
     assert float(weights[1, 0, 3]) == pytest.approx((1 - SHRINKAGE) * 16.0 + SHRINKAGE * mean, rel=1e-12)

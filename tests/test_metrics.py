@@ -11,11 +11,14 @@ import torch
 from scd_trt.evaluate import metrics
 from scd_trt.evaluate.metrics import (
     MetricError,
+    Reference,
     bootstrap_interval,
     compare_logits,
     gap_recovered,
     kl,
     nll,
+    ratio_interval,
+    relative_loss,
     top1_agreement,
     worst_decile,
 )
@@ -186,3 +189,53 @@ def test_bootstrap_arguments() -> None:
         bootstrap_interval([1.0, 2.0], seed=0, clusters=["a"])
     with pytest.raises(MetricError, match="confidence=95"):
         bootstrap_interval([1.0], seed=0, confidence=95)
+
+
+def test_a_reference_compares_each_method_as_if_alone() -> None:
+    num_tokens = metrics._ROWS_AT_A_TIME + 3
+    oracle, targets = random_logits(num_tokens, 5), torch.arange(num_tokens)
+    reference = Reference(oracle, targets_T=targets)
+    for method in (oracle, random_logits(num_tokens, 6), random_logits(num_tokens, 7, torch.bfloat16)):
+        found = reference.compare(method)
+        assert found.kl == kl(oracle, method).mean().item()
+        assert found.top1_agreement == top1_agreement(oracle, method).mean().item()
+        assert found.nll == nll(method, targets).mean().item()
+        assert found.nll_oracle == nll(oracle, targets).mean().item()
+    assert reference.compare(oracle).kl == 0.0
+    with pytest.raises(MetricError, match=r"\(35, 101\) and \(34, 101\)"):
+        reference.compare(oracle[:-1])
+
+
+def test_a_ratio_draws_both_sides_together() -> None:
+    # whatever is drawn, the value is half of its reference, though the references differ a hundredfold
+    references = [1.0, 100.0, 3.0, 50.0]
+    half = ratio_interval([reference / 2 for reference in references], references, seed=0)
+    assert (half.low, half.mean, half.high, half.num_values) == (0.5, 0.5, 0.5, 4)
+    # two clusters: ratios 0, 1/4 and 1
+    found = ratio_interval([0.0, 0.0, 1.0], [2.0, 1.0, 1.0], seed=0, clusters=["a", "a", "b"])
+    assert (found.low, found.mean, found.high) == (0.0, 0.25, 1.0)
+    with pytest.raises(MetricError, match="2 values and 1 references"):
+        ratio_interval([1.0, 2.0], [1.0], seed=0)
+    with pytest.raises(MetricError, match="references add up to zero"):
+        ratio_interval([1.0, 2.0], [0.0, 0.0], seed=0)
+
+
+def test_relative_loss_is_paired() -> None:
+    generator = np.random.default_rng(3)
+    # hard and easy questions: scores differ widely, a method loses a tenth on each
+    reference = generator.uniform(0, 1, 60)
+    loss = relative_loss((0.9 * reference).tolist(), reference.tolist(), seed=0)
+    # sums of 60 terms
+    assert (loss.low, loss.mean, loss.high) == pytest.approx((0.1, 0.1, 0.1), abs=FLOAT64_ROUNDING)
+    apart = bootstrap_interval((0.9 * reference).tolist(), seed=0)
+    assert apart.high - apart.low > 0.1
+    assert relative_loss([0.9], [0.6], seed=0).mean == pytest.approx(-0.5)
+    with pytest.raises(MetricError, match="1 scores and 2 references"):
+        relative_loss([1.0], [1.0, 1.0], seed=0)
+    with pytest.raises(MetricError, match="references add up to zero"):
+        relative_loss([1.0], [0.0], seed=0)
+
+
+def test_draws_of_nothing_but_zeros_are_left_out_of_a_ratio() -> None:
+    found = relative_loss([0.0, 0.5], [0.0, 1.0], seed=0)
+    assert (found.low, found.mean, found.high) == (0.5, 0.5, 0.5)

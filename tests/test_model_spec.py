@@ -8,7 +8,14 @@ import pytest
 from tiny_models import FAMILIES, save_perturbed_copy, save_tiny_model, save_tiny_tokenizer
 from transformers import AutoConfig
 
-from scd_trt.model_spec import ModelFilesError, ModelSpec, PairMismatchError, UnsupportedModelError, check_pair
+from scd_trt.model_spec import (
+    ModelFilesError,
+    ModelSpec,
+    PairMismatchError,
+    UnsupportedModelError,
+    check_pair,
+    same_shape,
+)
 from scd_trt.rope import RopeError
 
 
@@ -217,6 +224,27 @@ def test_mismatches_are_named_together_with_both_values(checkpoints, tmp_path):
     assert f"vocab_digest: producer {producer.vocab_digest}, consumer {consumer.vocab_digest}" in message
     assert "family" not in message
     assert "head_dim" not in message
+
+
+def test_another_size_is_a_pair_where_that_is_allowed(checkpoints, tmp_path):
+    other = save_tiny_model(tmp_path / "other", "llama", num_hidden_layers=2, num_key_value_heads=1, head_dim=32)
+    producer, consumer = ModelSpec.from_directory(checkpoints["llama"]), ModelSpec.from_directory(other)
+    check_pair(producer, consumer, allow_other_shape=True)
+    assert not same_shape(producer, consumer)
+    assert same_shape(producer, producer)
+    with pytest.raises(PairMismatchError, match=r"head_dim: producer 16, consumer 32 .*only method.policy rd can"):
+        check_pair(producer, consumer)
+
+
+def test_another_vocabulary_is_no_pair_at_any_size(checkpoints, tmp_path):
+    other = save_tiny_model(tmp_path / "other", "llama", num_hidden_layers=2)
+    save_tiny_tokenizer(other, extra_tokens=("extra",))
+    producer, consumer = ModelSpec.from_directory(checkpoints["llama"]), ModelSpec.from_directory(other)
+    with pytest.raises(PairMismatchError) as caught:
+        check_pair(producer, consumer, allow_other_shape=True)
+    assert "vocab_digest" in str(caught.value)
+    assert "num_layers" not in str(caught.value)
+    assert "policy rd" not in str(caught.value)
 
 
 def test_another_family_is_no_pair(checkpoints):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import CHAT_TEMPLATE, EOS_ID, FAMILIES, save_perturbed_copy, save_tiny_model
 from transformers import DynamicCache
 
-from scd_trt.model_references import PACKAGED_MODELS, ModelReferenceError, build_once, resolve
+from scd_trt.model_references import PACKAGED_MODELS, ModelReferenceError, build_once, recipe_directory, resolve
 from scd_trt.model_spec import ModelSpec
 from scd_trt.models import (
     ModelLoadError,
@@ -295,6 +295,18 @@ def test_a_directory_is_used_as_it_is(llama_path, tmp_path):
 def test_references_that_lead_nowhere_say_what_would(reference, message):
     with pytest.raises(ModelReferenceError, match=message):
         materialize(reference)
+
+
+def test_a_recipe_is_found_where_it_was_made_and_else_its_command_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("SCD_TRT_CACHE", str(tmp_path))
+    with pytest.raises(ModelReferenceError, match=r"not made yet .*run: python examples/pairs/recipe.py smollm2_rope"):
+        resolve("recipe:smollm2_rope")
+    made = recipe_directory("smollm2_rope") / "model"
+    made.mkdir(parents=True)
+    assert resolve("recipe:smollm2_rope") == made
+    # a name is no path
+    with pytest.raises(ModelReferenceError, match=r"letters, digits and underscores"):
+        resolve("recipe:../examples/smollm2_rope")
 
 
 def test_a_package_that_is_absent_names_the_command(monkeypatch, tmp_path):

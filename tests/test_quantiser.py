@@ -49,6 +49,22 @@ def test_gaussian_distortion_of_wide_quantisers():
     assert gaussian_table().distortion[-2:] == pytest.approx((1.0400e-3, 8.769e-5), rel=1e-3)
 
 
+@pytest.mark.parametrize("headroom", [1.3, 2.0])
+def test_headroom_widens_the_range_at_its_stated_price(headroom):
+    table, best = gaussian_table(headroom=headroom), gaussian_table()
+    assert table.loading == pytest.approx([headroom * loading for loading in best.loading])
+    for width, error, loading in zip(table.widths[1:], table.distortion[1:], table.loading[1:], strict=True):
+        # as above: the plain sum has steps across discontinuities of the error's slope
+        assert error == pytest.approx(_integrated(width, loading), rel=1e-5)
+    assert all(error > least for error, least in zip(table.distortion[1:], best.distortion[1:], strict=True))
+
+
+@pytest.mark.parametrize("headroom", [0.9, 2.1, float("nan")])
+def test_headroom_out_of_range_is_refused(headroom):
+    with pytest.raises(ValueError, match="headroom"):
+        gaussian_table(headroom=headroom)
+
+
 def test_measured_table_of_gaussian_samples():
     samples_NC = torch.randn(20_000, 10, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 10) + 5
     table, expected = measured_table(samples_NC), gaussian_table()

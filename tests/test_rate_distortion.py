@@ -191,6 +191,32 @@ def test_groups_share_the_budget_optimally(parts, num_bytes):
     assert sum(one.predicted_distortion for one in found) == pytest.approx(best, rel=1e-9, abs=1e-12 * total)
 
 
+@given(parts=st.lists(variances.filter(lambda v: len(v) <= 2), min_size=2, max_size=3), num_bytes=st.integers(0, 6))
+def test_groups_are_optimal_over_all_assignments(parts, num_bytes):
+    """Every assignment of widths to every component of every group, each group in whole units."""
+    points = [_brute_force(part) for part in parts]
+    best = min(
+        sum(distortion for _, distortion in chosen)
+        for chosen in itertools.product(*points)
+        if sum(bits for bits, _ in chosen) <= 8 * num_bytes
+    )
+    found = allocate_groups(parts, budget_bits=8 * num_bytes, table=TABLE)
+    total = sum(float(part.sum()) for part in parts)
+    assert sum(one.predicted_distortion for one in found) == pytest.approx(best, rel=1e-9, abs=1e-12 * total)
+
+
+@given(parts=st.lists(variances, min_size=1, max_size=5), budget_bits=st.integers(0, 1200))
+def test_bits_of_groups_sum_to_the_promised_bytes(parts, budget_bits):
+    found = allocate_groups(parts, budget_bits=budget_bits, table=TABLE)
+    sizes = [one.layout.bytes_per_token for one in found]
+    assert [8 * size for size in sizes] == [one.total_bits for one in found]
+    assert [int(one.widths_C.sum()) for one in found] == [one.total_bits for one in found]
+    assert 8 * sum(sizes) <= budget_bits
+    # what is packed has the promised size, group by group
+    for one, size in zip(found, sizes, strict=True):
+        assert pack(torch.zeros(3, len(one.sent_S), dtype=torch.uint8), one.layout).shape == (3, size)
+
+
 def test_groups_have_one_slope():
     groups = [POWER_LAW[:2000] * scale for scale in (10.0, 1.0, 0.1)]
     found = allocate_groups(groups, budget_bits=6000, table=TABLE)

@@ -231,6 +231,7 @@ def test_codes_cross_and_usage_tells_what_they_cost(group: Group) -> None:
         "prompt_tokens": num_tokens,
         "matched_tokens": num_sent,
         "stored_blocks": 0,
+        "guarded_blocks": 0,
         "bytes_sent": num_sent * 11,
         "dense_bytes": num_sent * 44,
         "ratio": 4.0,

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from scd_trt.corpus import SPLITS, split_of, text_digest
+from scd_trt.corpus import SPLITS, Split, split_of, text_digest
 from scd_trt.evaluate.tasks import (
+    QUESTIONS_PER_PILE,
     TASKS,
     UNANSWERABLE,
     Question,
@@ -17,6 +18,7 @@ from scd_trt.evaluate.tasks import (
     f1,
     normalise,
     num_shared_tokens,
+    piled_questions,
     prompt,
     questions,
 )
@@ -54,6 +56,49 @@ def test_asking_for_more_than_there_is() -> None:
         questions("disflqa", limit=100_000)
     with pytest.raises(TaskError, match="0 were asked for"):
         questions("disflqa", limit=0)
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+@has_packaged_text
+@pytest.mark.parametrize("split", ["heldout", "test"])
+def test_piled_contexts_are_made_of_documents_of_one_split_each_used_once(split: Split) -> None:
+    single = {question.context for task in TASKS for question in questions(task, split=split)}
+    asked = piled_questions(words, context_tokens=600, split=split)
+    contexts = list(dict.fromkeys(question.context for question in asked))
+    used = [document for context in contexts for document in single if document in context]
+    assert sum(map(len, used)) == sum(len(context) - 2 * context.count("\n\n") for context in contexts)
+    assert len(used) == len(set(used)) > 2 * len(contexts) - 1
+    assert all(450 <= words(context) <= 600 for context in contexts)
+    assert len({question.digest for question in asked}) == len(contexts)
+    for context in contexts:
+        about = [question for question in asked if question.context == context]
+        assert 1 <= len(about) <= QUESTIONS_PER_PILE
+
+
+@has_packaged_text
+def test_piled_questions_are_about_different_places_of_the_context() -> None:
+    asked = piled_questions(words, context_tokens=1500, limit=8)
+    by_text = {question.question: question for task in TASKS for question in questions(task)}
+    for digest in {question.digest for question in asked}:
+        about = [question for question in asked if question.digest == digest]
+        places = [question.context.index(by_text[question.question].context) for question in about]
+        assert len(set(places)) == len(places) == QUESTIONS_PER_PILE
+        assert max(places) > len(about[0].context) / 2
+    assert asked == piled_questions(words, context_tokens=1500, limit=8)
+    assert asked != piled_questions(words, context_tokens=1500, limit=8, seed=1)
+    # two contexts at least, however few are asked for
+    assert len({question.digest for question in piled_questions(words, context_tokens=1500, limit=2)}) == 2
+
+
+@has_packaged_text
+def test_contexts_that_no_two_documents_fill() -> None:
+    with pytest.raises(TaskError, match="cannot fill a context of 20 tokens with two documents"):
+        piled_questions(words, context_tokens=20)
+    with pytest.raises(TaskError, match="0 questions were asked for"):
+        piled_questions(words, context_tokens=600, limit=0)
 
 
 def test_unknown_task() -> None:

@@ -145,10 +145,10 @@ def test_quality_may_be_filled_in_later(artifact):
     assert translators.load(artifact).manifest.quality == {"f1": 0.5}
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
+@pytest.mark.parametrize("version", [0, 1, 3, "2", None, [2]])
 def test_other_version_is_refused(artifact, version):
     _edit(artifact, format_version=version)
-    with pytest.raises(TranslatorError, match=rf"format version {re.escape(repr(version))}; this scd_trt reads 1"):
+    with pytest.raises(TranslatorError, match=rf"format version {re.escape(repr(version))}; this scd_trt reads 2"):
         translators.load(artifact)
 
 
@@ -158,8 +158,8 @@ def test_other_version_is_refused(artifact, version):
         ("[]", "expected a JSON object"),
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ('{"format_version": 1}', "wrong fields"),
-        ('{"format_version": 1, "extra": 1}', "wrong fields"),
+        ('{"format_version": 2}', "wrong fields"),
+        ('{"format_version": 2, "extra": 1}', "wrong fields"),
     ],
     ids=["list", "half", "deep", "empty", "extra"],
 )
@@ -343,6 +343,10 @@ def test_fingerprint_covers_layout_and_maps_of_groups():
             lambda t: t.update({"groups.1.keys.bias_O": torch.zeros(16, dtype=torch.float64)}),
             r"group 1 keys\.bias: .*float64; expected .*float32",
         ),
+        (
+            lambda t: t.update({"groups.1.keys.decode_SO": t["groups.1.keys.decode_SO"].float()}),
+            r"group 1 keys\.decode: \(21, 16\) torch\.float32; expected \(21, 16\) torch\.bfloat16",
+        ),
         (lambda t: t["groups.0.values.encode_IS"].fill_(float("inf")), r"group 0 values\.encode: .*not finite"),
         (
             lambda t: t.update({"groups.0.keys.sink_in_PI": torch.zeros(4, 32)}),
@@ -358,7 +362,7 @@ def test_fingerprint_covers_layout_and_maps_of_groups():
         ),
         (lambda t: t.pop("groups.1.keys.sink_in_PI"), r"tensor groups\.1\.keys\.sink_in_PI is missing"),
     ],
-    ids=["missing", "extra", "components", "outputs", "features", "dtype", "infinite", *SINK_CASES],
+    ids=["missing", "extra", "components", "outputs", "features", "dtype", "matrix", "infinite", *SINK_CASES],
 )
 def test_wrong_tensors_of_groups_are_refused_by_name(groups, change, message):
     _forge(groups, change)

@@ -12,6 +12,7 @@ from scd_trt.bit_packing import BitLayout
 from scd_trt.model_spec import ModelSpec
 from scd_trt.rope import RopeParameters
 from scd_trt.translator import (
+    MATRIX_DTYPE,
     AffineMap,
     GroupTransform,
     LayerMaps,
@@ -108,8 +109,8 @@ def random_rows(width: int, runs: tuple[tuple[int, int], ...], seed: int, *, num
     return RowTransform(
         layout=layout,
         mean_I=torch.randn(width, generator=generator) * 0.3,
-        encode_IS=directions_IS * levels_S / 4,
-        decode_SO=torch.randn(layout.num_components, width, generator=generator) / levels_S[:, None],
+        encode_IS=(directions_IS * levels_S / 4).to(MATRIX_DTYPE),
+        decode_SO=(torch.randn(layout.num_components, width, generator=generator) / levels_S[:, None]).to(MATRIX_DTYPE),
         bias_O=torch.randn(width, generator=generator),
         sink_in_PI=torch.randn(num_sinks, width, generator=generator) * 5 if num_sinks else None,
         sink_out_PO=torch.randn(num_sinks, width, generator=generator) * 5 if num_sinks else None,

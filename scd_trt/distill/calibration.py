@@ -1,8 +1,9 @@
 """Passes over the calibration text: both models on the same tokens, folded into what the fit needs.
 
-Owns: `Texts` (token ids of both samples and the key of all that is derived from them), the resumable statistics pass, and the
-second pass that gathers rows for a trained aligner. One sequence is in memory at a time; both models run in float32, so that
-the moments carry no rounding of the serving dtype.
+Owns: `Texts` (token ids of both samples, the questions, and the key of all that is derived from them), `PairModels`, the
+resumable statistics pass, the results of other passes kept under the same key (`kept`), and the second pass that gathers
+rows for a trained aligner. One sequence is in memory at a time; both models run in float32, so that the moments carry no
+rounding of the serving dtype.
 
 Progress is told through `Progress`: the command line draws it, nothing here prints.
 Errors: `CorpusError` for too little text, `StatisticsError` for a damaged file of partial statistics.
@@ -12,22 +13,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from scd_trt.config import HeldoutConfig
+from scd_trt.config import Dtype, HeldoutConfig, Source
 from scd_trt.corpus import CorpusError, Split, token_sequences
 from scd_trt.distill.aligner import RowSample
+from scd_trt.distill.answers import Asked, read_questions
 from scd_trt.distill.layer_selection import LayerSet
 from scd_trt.distill.plan import Job, PlanError
-from scd_trt.distill.statistics import Kind, PairStatistics
-from scd_trt.models import Capture, ModelTrace, load_model, load_tokenizer, trace
+from scd_trt.distill.sources import MAX_PROBED_TOKENS, SourceProbes
+from scd_trt.distill.statistics import FirstRows, Kind, PairStatistics, StatisticsError
+from scd_trt.models import Capture, LoadedModel, ModelTrace, load_model, load_tokenizer, trace
 
 SAVE_EVERY_SEQUENCES = 8
 """Sequences between two saves of the moments: an interruption loses at most these."""
@@ -38,7 +44,7 @@ Ids = tuple[tuple[int, ...], ...]
 NUM_SINK_TOKENS = 4
 """First tokens of a sequence that are left out of the statistics of groups: attention sinks, with outlying keys."""
 
-METHOD_VERSION = 1
+METHOD_VERSION = 2
 """Part of the key: raise it when the same input must give another artifact."""
 
 
@@ -62,13 +68,40 @@ class SilentProgress:
         """Ignore."""
 
 
+class PairModels:
+    """Both models of a job, each loaded at first use and once per dtype."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._loaded: dict[tuple[Path, Dtype], LoadedModel] = {}
+
+    def producer(self, dtype: Dtype = "float32") -> LoadedModel:
+        return self._load(self._job.producer_path, dtype)
+
+    def consumer(self, dtype: Dtype = "float32") -> LoadedModel:
+        return self._load(self._job.consumer_path, dtype)
+
+    def serving(self) -> tuple[LoadedModel, LoadedModel]:
+        """Producer and consumer in the dtypes in which they serve; others are let go first, to hold two models at most."""
+        config = self._job.config
+        kept = {(self._job.producer_path, config.producer.dtype), (self._job.consumer_path, config.consumer.dtype)}
+        self._loaded = {name: loaded for name, loaded in self._loaded.items() if name in kept}
+        return self.producer(config.producer.dtype), self.consumer(config.consumer.dtype)
+
+    def _load(self, path: Path, dtype: Dtype) -> LoadedModel:
+        if (path, dtype) not in self._loaded:
+            self._loaded[path, dtype] = load_model(path, dtype=dtype)
+        return self._loaded[path, dtype]
+
+
 @dataclass(frozen=True)
 class Texts:
-    """Token ids of both samples, and the key under which work on them is kept."""
+    """Token ids of both samples, the held-out questions, and the key under which work on them is kept."""
 
     calibration: Ids
     heldout: Ids
     key: str
+    questions: tuple[Asked, ...] = ()
 
     @cached_property
     def num_sink_tokens(self) -> int:
@@ -103,7 +136,8 @@ def read_texts(job: Job) -> Texts:
             sequence_tokens=heldout_length(heldout),
             seed=seed,
         )
-    return Texts(calibration_ids, heldout_ids, _key(job, calibration_ids, heldout_ids))
+    asked = read_questions(job, tokenizer) if job.asks_questions else ()
+    return Texts(calibration_ids, heldout_ids, _key(job, calibration_ids, heldout_ids, asked), asked)
 
 
 def heldout_length(heldout: HeldoutConfig) -> int:
@@ -119,8 +153,10 @@ def layer_statistics(job: Job) -> PairStatistics:
     return PairStatistics(every | {(layer, "x"): hidden for layer in job.patch_candidates})
 
 
-def group_statistics(job: Job) -> PairStatistics:
+def group_statistics(job: Job, *, num_sink_tokens: int = 0) -> PairStatistics:
     """Empty moments of every group of layers: the keys of all its layers, and their values.
+
+    Where Patch is possible also the attention inputs of every layer; and room for the rows of the first positions.
 
     Raises:
         PlanError: sequences so short that nothing of them is used.
@@ -133,12 +169,26 @@ def group_statistics(job: Job) -> PairStatistics:
         )
     kinds: tuple[Kind, ...] = ("group_k", "group_v")
     widths = [
-        ((stop - start) * job.producer.kv_dim, (stop - start) * job.consumer.kv_dim) for start, stop in job.groups
+        (job.num_sources(group) * job.producer.kv_dim, (stop - start) * job.consumer.kv_dim)
+        for group, (start, stop) in enumerate(job.groups)
     ]
-    return PairStatistics({(group, kind): found for group, found in enumerate(widths) for kind in kinds})
+    every = {(group, kind): found for group, found in enumerate(widths) for kind in kinds}
+    hidden = (job.producer.hidden_size, job.consumer.hidden_size)
+    shapes = [(spec.num_layers, 2, num_sink_tokens, spec.kv_dim) for spec in (job.producer, job.consumer)]
+    return PairStatistics(
+        every | {(layer, "x"): hidden for layer in job.patch_candidates}, first_rows=FirstRows(*shapes)
+    )
 
 
-def calibrate(job: Job, texts: Texts, work: Path, progress: Progress, *, into: PairStatistics) -> PairStatistics:
+def calibrate(
+    job: Job,
+    texts: Texts,
+    work: Path,
+    progress: Progress,
+    *,
+    into: PairStatistics,
+    models: PairModels | None = None,
+) -> PairStatistics:
     """Fold the calibration text into empty moments, going on from `work` where an earlier run was interrupted."""
     statistics = into
     path = work / f"{texts.key}.safetensors"
@@ -148,7 +198,7 @@ def calibrate(job: Job, texts: Texts, work: Path, progress: Progress, *, into: P
     remaining = texts.calibration[statistics.num_sequences :]
     progress.stage("calibrate", len(texts.calibration))
     progress.advance(statistics.num_sequences)
-    for traced_A, traced_B in paired_traces(job, remaining, _captured(job)):
+    for traced_A, traced_B in paired_traces(job, remaining, _captured(job), models=models):
         _fold(job, statistics, traced_A, traced_B, num_sinks=texts.num_sink_tokens)
         if statistics.num_sequences % SAVE_EVERY_SEQUENCES == 0 or statistics.num_sequences == len(texts.calibration):
             statistics.save(path, key=texts.key)
@@ -156,15 +206,43 @@ def calibrate(job: Job, texts: Texts, work: Path, progress: Progress, *, into: P
     return statistics
 
 
-def sink_rows(job: Job, texts: Texts) -> tuple[Tensor, Tensor]:
-    """Mean rows `[L, 2, P, F]` of the first P positions, of the producer and of the consumer; keys first."""
-    firsts = tuple(ids[: texts.num_sink_tokens] for ids in texts.calibration)
-    sums = [torch.zeros(()), torch.zeros(())]
-    for traces in paired_traces(job, firsts, {"kv"}):
-        for side, traced in enumerate(traces):
-            rows = torch.stack([torch.stack(traced.k_TF), torch.stack(traced.v_TF)], dim=1)
-            sums[side] = sums[side] + rows.double() / len(firsts)
-    return sums[0], sums[1]
+def kept(path: Path, compute: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What a pass computes, or what an earlier run has left of it in `path`.
+
+    Raises:
+        StatisticsError: the file is damaged; delete it to start over.
+    """
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        save_file({name: tensor.contiguous() for name, tensor in compute().items()}, temporary)
+        temporary.replace(path)
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise StatisticsError(f"{path}: not the result of a pass ({error}); delete it") from error
+
+
+def choose_sources(job: Job, texts: Texts, work: Path, progress: Progress, *, models: PairModels | None = None) -> Job:
+    """The job with the producer layers that each group is computed from, where they are not simply its own."""
+    if job.sources or not job.chooses_sources:
+        return job
+
+    def choose() -> dict[str, Tensor]:
+        number = -(-MAX_PROBED_TOKENS // job.config.calibration.sequence_tokens)
+        sequences = texts.calibration[:number]
+        probes = SourceProbes(job.producer, job.consumer, seed=job.config.method.seed)
+        progress.stage("choose source layers", len(sequences))
+        for traced_A, traced_B in paired_traces(job, sequences, {"kv"}, models=models):
+            probes.update(traced_A, traced_B, num_sinks=texts.num_sink_tokens)
+            progress.advance()
+        return {
+            str(group): torch.tensor(probes.best(range(*layers), num_sources=job.num_sources(group)))
+            for group, layers in enumerate(job.groups)
+        }
+
+    found = kept(work / f"{texts.key}.sources.safetensors", choose)
+    return replace(job, sources=tuple(tuple(found[str(group)].tolist()) for group in range(len(job.groups))))
 
 
 def sample_rows(job: Job, texts: Texts, layers: LayerSet, *, capacity: int, progress: Progress) -> dict[int, RowSample]:
@@ -178,19 +256,22 @@ def sample_rows(job: Job, texts: Texts, layers: LayerSet, *, capacity: int, prog
     return samples
 
 
-def paired_traces(job: Job, sequences: Ids, capture: Set[Capture]) -> Iterator[tuple[ModelTrace, ModelTrace]]:
+def paired_traces(
+    job: Job, sequences: Ids, capture: Set[Capture], *, models: PairModels | None = None
+) -> Iterator[tuple[ModelTrace, ModelTrace]]:
     """What both models compute on each sequence, in float32; models are loaded at the first one."""
     if not sequences:
         return
-    producer = load_model(job.producer_path)
-    consumer = None if job.same_model else load_model(job.consumer_path)
+    loaded = models or PairModels(job)
+    producer = loaded.producer()
+    consumer = None if job.same_model else loaded.consumer()
     for ids in sequences:
         traced = trace(producer, ids, capture=capture)
         yield traced, traced if consumer is None else trace(consumer, ids, capture=capture)
 
 
 def text_sequences(
-    tokenizer: Any, source: str, split: Split, *, num_sequences: int, sequence_tokens: int, seed: int
+    tokenizer: Any, source: Source, split: Split, *, num_sequences: int, sequence_tokens: int, seed: int
 ) -> Ids:
     """Sequences of a split that begin as served prompts do: with the opening of a user's message, then text.
 
@@ -227,8 +308,10 @@ def _chat_opening(tokenizer: Any) -> list[int]:
     return ids
 
 
-def _key(job: Job, *ids: Ids) -> str:
-    parts = [METHOD_VERSION, job.config.method_digest(), job.producer.weights_digest, job.consumer.weights_digest, ids]
+def _key(job: Job, calibration: Ids, heldout: Ids, questions: Sequence[Asked]) -> str:
+    models = [job.producer.weights_digest, job.consumer.weights_digest]
+    asked = [asdict(question) for question in questions]
+    parts = [METHOD_VERSION, job.config.method_digest(), *models, calibration, heldout, asked]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
@@ -245,11 +328,19 @@ def _fold(job: Job, statistics: PairStatistics, traced_A: ModelTrace, traced_B: 
     for (index, kind), moments in statistics.moments.items():
         a, b = rows[kind.removeprefix("group_")]
         if kind.startswith("group_"):
-            layers = slice(*job.groups[index])
-            moments.update(_side_by_side(a[layers], num_sinks), _side_by_side(b[layers], num_sinks))
+            given = [a[layer] for layer in job.source_layers(index)]
+            moments.update(_side_by_side(given, num_sinks), _side_by_side(b[slice(*job.groups[index])], num_sinks))
         else:
             moments.update(a[index], b[index])
+    if statistics.first_rows is not None:
+        statistics.first_rows.update(*(_first_rows(traced, num_sinks) for traced in (traced_A, traced_B)))
     statistics.num_sequences += 1
+
+
+def _first_rows(traced: ModelTrace, num_positions: int) -> Tensor:
+    """`[L, 2, P, F]`."""
+    kinds = (torch.stack([rows[:num_positions] for rows in kind]) for kind in (traced.k_TF, traced.v_TF))
+    return torch.stack([*kinds], dim=1).double()
 
 
 def _side_by_side(rows: Sequence[Tensor], num_sinks: int) -> Tensor:

@@ -110,6 +110,7 @@ def allocate_groups(
     budget_bits: int | None = None,
     max_distortion: float | None = None,
     table: DistortionTable,
+    max_sent: Sequence[int] | None = None,
     method: Method = "lagrangian",
 ) -> tuple[Allocation, ...]:
     """Allocate bits to several groups under one Lagrangian.
@@ -119,6 +120,7 @@ def allocate_groups(
         budget_bits: least distortion with at most these bits per token, over all groups; or
         max_distortion: least bits with at most this distortion, summed over all groups. Give exactly one of the two.
         table: distortion of each width.
+        max_sent: for each group the most components that may get bits, those of the largest variance; default: all.
         method: see the module docstring.
     Returns:
         one allocation for each group.
@@ -126,7 +128,11 @@ def allocate_groups(
         RateDistortionError: `max_distortion` is below what the largest width reaches.
         ValueError: both limits or none, a negative one, or variances that are not finite, negative or not `[C]`.
     """
-    groups = [_Group.of(variance_C, index) for index, variance_C in enumerate(weighted_variances)]
+    limits = [None] * len(weighted_variances) if max_sent is None else max_sent
+    groups = [
+        _Group.of(variance_C, index, max_sent=limit)
+        for index, (variance_C, limit) in enumerate(zip(weighted_variances, limits, strict=True))
+    ]
     if not groups:
         raise ValueError("no groups to allocate bits to")
     increments = _Increments.of(groups, table)
@@ -176,36 +182,40 @@ def frontier(
 
 @dataclass(frozen=True)
 class _Group:
-    """Variances of one group in falling order, and what leads back to the caller's order."""
+    """Variances of one group in falling order, and what leads back to the caller's order.
+
+    Those of components that may get no bits are left out of `falling_C`; `unsent` is their sum.
+    """
 
     falling_C: Floats
     order_C: Ints
     sums: Floats
+    unsent: float = 0.0
 
     @classmethod
-    def of(cls, variance_C: Tensor, index: int) -> _Group:
+    def of(cls, variance_C: Tensor, index: int, *, max_sent: int | None = None) -> _Group:
         values_C = variance_C.detach().double().cpu().numpy()
         if values_C.ndim != 1 or not np.isfinite(values_C).all() or (values_C < 0).any():
             raise ValueError(f"group {index}: weighted variances {values_C.shape} must be [C], finite and not negative")
         order_C = np.argsort(-values_C, kind="stable")
-        falling_C = values_C[order_C]
-        return cls(falling_C, order_C, np.concatenate([[0.0], np.cumsum(falling_C)]))
+        falling_C, unsent_C = np.split(values_C[order_C], [len(order_C) if max_sent is None else max_sent])
+        return cls(falling_C, order_C, np.concatenate([[0.0], np.cumsum(falling_C)]), float(unsent_C.sum()))
 
     @property
     def total(self) -> float:
-        return float(self.sums[-1])
+        return float(self.sums[-1]) + self.unsent
 
     def allocation(self, counts: Sequence[tuple[int, int]], table: DistortionTable, slope: float) -> Allocation:
         """Give the first components the widest width, and so on; `counts` are `(width, number)`, widest first."""
         sent = np.repeat([width for width, _ in counts], [count for _, count in counts])
         widths_C = np.zeros(len(self.order_C), dtype=np.int64)
         widths_C[self.order_C[: len(sent)]] = sent
-        ordered = np.concatenate([sent, np.zeros(len(widths_C) - len(sent), dtype=np.int64)])
+        ordered = np.concatenate([sent, np.zeros(len(self.falling_C) - len(sent), dtype=np.int64)])
         return Allocation(
             widths_C=torch.from_numpy(widths_C),
             order_C=torch.from_numpy(self.order_C),
             total_bits=int(sent.sum()),
-            predicted_distortion=float(np.sum(self.falling_C * table.of(ordered))),
+            predicted_distortion=float(np.sum(self.falling_C * table.of(ordered))) + self.unsent,
             slope=slope,
         )
 

@@ -3,8 +3,9 @@
 Shapes: S prefix tokens, T scored tokens, H kv heads, D head size, V vocabulary, N mixtures scored at once, Q query heads.
 A held-out sequence is a prefix of S tokens and T tokens that continue it. B's own cache of the prefix is the *oracle*; B's
 logits of the T tokens over it are the reference distribution. A *source* is one way to obtain the prefix's cache (oracle,
-raw, reuse, patch, ...): keys after RoPE and values of every layer, rounded to the dtype of the consumer's pool. A
-*mixture* names one source for each layer; scoring it costs T tokens of B, not S + T, and N mixtures share one pass.
+raw, reuse, patch, ...; raw ones only where both models have one shape): keys after RoPE and values of every layer, rounded to
+the dtype of the consumer's pool. A *mixture* names one source for each layer; scoring it costs T tokens of B, not S + T, and
+N mixtures share one pass.
 
 Owns: `Heldout`, which holds the sequences and their sources, and the restore-one profile (METHOD, section 1). Both models run
 in the dtypes in which they serve, and sources are made by the encoder and decoder that the servers run. Memory is that of
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from scd_trt.codec import Decoder, Encoder, LayerInput
 from scd_trt.evaluate.metrics import LogitComparison, compare_logits
+from scd_trt.model_spec import same_shape
 from scd_trt.models import LoadedModel, cache_layers, forward_with_cache, trace
 from scd_trt.translator import Translator
 
@@ -74,9 +76,10 @@ class Heldout:
         oracle = cache_layers(self.consumer, trace(self.consumer, prefix_S, capture={"kv"}))
         traced = trace(producer, prefix_S, capture={"kv", "x"})
         raw = cache_layers(producer, traced)
-        # the producer's projections before rotation, rotated as the consumer does
-        rerotated = cache_layers(self.consumer, traced)
-        sources = {ORACLE: oracle, RAW: raw, REROTATED: rerotated}
+        sources = {ORACLE: oracle}
+        if same_shape(producer.spec, self.consumer.spec):
+            # re-rotated: the producer's projections before rotation, rotated as the consumer does
+            sources |= {RAW: raw, REROTATED: cache_layers(self.consumer, traced)}
         logits_TV = forward_with_cache(self.consumer, scored_T, oracle, start_position=prefix_tokens)
         self.sequences.append(
             HeldoutSequence(
@@ -100,7 +103,8 @@ class Heldout:
             kept = sequence.sources.setdefault(name, {})
             for group in groups:
                 start, stop = translator.manifest.groups[group]
-                codes_SC = encoder.encode(group, sequence.inputs[start:stop], positions_S, seq_len=num_tokens)
+                inputs = [sequence.inputs[layer] for layer in translator.manifest.source_layers(group)]
+                codes_SC = encoder.encode(group, inputs, positions_S, seq_len=num_tokens)
                 decoded = decoder.decode(group, codes_SC, positions_S, seq_len=num_tokens)
                 kept.update(zip(range(start, stop), map(self._as_pool, decoded), strict=True))
 

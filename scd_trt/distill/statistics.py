@@ -7,14 +7,14 @@ where it stopped.
 Shapes: T tokens, n width of a joint row. A joint row is `[a b]`: the producer's row followed by the consumer's, so
 `n = n_a + n_b`. Per layer: keys before RoPE `[K_A K_B]`, values `[V_A V_B]` and, where Patch is possible, normalised
 attention inputs `[X_A X_B]` (METHOD, section 1). Per group of layers, for policy `rd`: the keys
-of all its layers side by side, and their values.
+of all its layers side by side, and their values; and the mean rows of the first P positions of a sequence (`FirstRows`).
 
 Arithmetic is float64. Batches are merged by Chan's update, which keeps products centred: summing raw products would lose
 the digits that matter where a mean is large against its spread, as in keys. Memory is O(n^2) per layer and does not
 depend on the number of tokens; no activation is kept.
 
-File: one safetensors file, tensors `<layer>.<kind>.mean` and `.cross`, counts and the number of finished sequences in its
-metadata. It is replaced as a whole. Errors: `StatisticsError` for a file of other statistics.
+File: one safetensors file, tensors `<layer>.<kind>.mean` and `.cross`, `first.a` and `.b`, counts and the number of
+finished sequences in its metadata. It is replaced as a whole. Errors: `StatisticsError` for a file of other statistics.
 """
 
 from __future__ import annotations
@@ -89,13 +89,38 @@ class Moments:
         self.count = total
 
 
+class FirstRows:
+    """Sums over sequences of both models' rows at the first P positions: `[L, 2, P, F]` each, keys first."""
+
+    def __init__(self, shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> None:
+        self.sum_a = torch.zeros(shape_a, dtype=torch.float64)
+        self.sum_b = torch.zeros(shape_b, dtype=torch.float64)
+
+    @property
+    def num_positions(self) -> int:
+        """P."""
+        return self.sum_a.shape[2]
+
+    def update(self, rows_a: Tensor, rows_b: Tensor) -> None:
+        """Fold in one sequence's rows."""
+        self.sum_a += rows_a
+        self.sum_b += rows_b
+
+    def means(self, num_sequences: int) -> tuple[Tensor, Tensor]:
+        """Mean rows over so many sequences, of the producer and of the consumer."""
+        return self.sum_a / num_sequences, self.sum_b / num_sequences
+
+
 class PairStatistics:
     """Moments of every layer of a pair, and how many calibration sequences they cover."""
 
-    def __init__(self, widths: Mapping[tuple[int, Kind], tuple[int, int]]) -> None:
+    def __init__(
+        self, widths: Mapping[tuple[int, Kind], tuple[int, int]], *, first_rows: FirstRows | None = None
+    ) -> None:
         """Widths of the producer's and the consumer's rows, by layer (or group) and kind."""
         self.num_sequences = 0
         self.moments: dict[tuple[int, Kind], Moments] = {key: Moments(*found) for key, found in widths.items()}
+        self.first_rows = first_rows
 
     def __getitem__(self, key: tuple[int, Kind]) -> Moments:
         return self.moments[key]
@@ -138,11 +163,16 @@ class PairStatistics:
             name = _name(layer, kind)
             moments.count = state["counts"][name]
             moments.mean_n, moments.cross_nn = tensors[f"{name}.mean"], tensors[f"{name}.cross"]
+        if self.first_rows is not None:
+            self.first_rows.sum_a, self.first_rows.sum_b = tensors["first.a"], tensors["first.b"]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for (layer, kind), moments in self.moments.items():
             yield f"{_name(layer, kind)}.mean", moments.mean_n
             yield f"{_name(layer, kind)}.cross", moments.cross_nn
+        if self.first_rows is not None:
+            yield "first.a", self.first_rows.sum_a
+            yield "first.b", self.first_rows.sum_b
 
     def _check(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         expected = {name: (tensor.shape, tensor.dtype) for name, tensor in self._tensors()}

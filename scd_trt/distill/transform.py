@@ -1,17 +1,18 @@
 """Fit of a group transform: the consumer's rows predicted, decorrelated and quantised under one rate (METHOD, section 2).
 
 Shapes: I features of a group's producer rows, O consumer rows, C components, S sent components. For one group of layers and
-one kind of rows (keys before RoPE, or values), with centred `x_I`, `y_O` and weights `w_O` (what an error in an element
-costs, `fisher`), all in float64:
+one kind of rows (keys before RoPE, or values), with centred `x_I`, `y_O` and weights `w` (what an error costs, `fisher`: of
+each element, or a matrix), all in float64:
 
     regression    W_IO = (C_xx + lambda I)^-1 C_xy            consumer-space ridge; lambda = ridge * mean diagonal of C_xx
     components    U of  w^1/2 W' C_xx W w^1/2 = U diag(s) U'  weighted PCA of the *predicted* rows, largest s first
     bits          `rate_distortion.allocate_groups` on s, all groups and kinds under one Lagrangian
     step          2 * loading(b) * sqrt(s) / 2^b              `quantiser`, loading of a Gaussian
 
-so that `level = clamp(floor((x - mean) @ encode) + 2^(b-1), 0, 2^b - 1)` with `encode = W w^1/2 U_S / step`, and
-`y ~ (level + 1/2 - 2^(b-1)) * step @ U_S' w^-1/2 + mean_y = level @ decode + bias`. The bias is computed from the float32
-matrix that is stored, so that its rounding does not shift the mean.
+so that `cell = clamp(floor((x - mean) @ encode), -2^(b-1), 2^(b-1) - 1)` with `encode = W w^1/2 U_S / step`, and
+`y ~ (cell + 1/2) * step @ U_S' w^-1/2 + mean_y = cell @ decode + bias`. Both matrices are stored in bfloat16; bias and
+shifts of sinks are computed from the matrices as they are stored, so that rounding moves neither means nor sinks. Nothing
+is refitted to the rounded matrices: rounding adds 0.1 % to the distortion of the codes (docs/method.md).
 
 Predicted loss in nats per scored token is `1/2 * S_prefix * (sum_c s_c D(b_c) + translation)`, `translation` being the
 weighted variance that no linear map of the features explains; it is the floor that no rate gets below.
@@ -28,7 +29,7 @@ from torch import Tensor
 from scd_trt.distill.quantiser import DistortionTable
 from scd_trt.distill.rate_distortion import Allocation
 from scd_trt.distill.statistics import Moments
-from scd_trt.translator import RowTransform
+from scd_trt.translator import MATRIX_DTYPE, RowTransform
 
 
 @dataclass(frozen=True)
@@ -62,27 +63,59 @@ class SinkRows:
     mean_PO: Tensor
 
 
-def spectrum(moments: Moments, weights_O: Tensor, *, ridge: float) -> Spectrum:
-    """Regress, weight and decorrelate the rows of one group and kind; weights are positive."""
+def spectrum(moments: Moments, weights: Tensor, *, ridge: float) -> Spectrum:
+    """Regress, weight and decorrelate the rows of one group and kind.
+
+    Args:
+        weights: `[O]`, positive, or `[O, O]`, positive definite.
+    """
+    return decorrelated(moments, regression(moments, ridge=ridge), weights)
+
+
+def regression(moments: Moments, *, ridge: float) -> Tensor:
+    """The map `[I, O]` of centred features to centred consumer rows."""
     width, covariance_nn = moments.width_a, moments.covariance()
     covariance_II, covariance_IO = covariance_nn[:width, :width], covariance_nn[:width, width:]
     shift = ridge * covariance_II.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
     gram_II = covariance_II + torch.eye(width, dtype=torch.float64) * shift
-    map_IO = torch.cholesky_solve(covariance_IO, torch.linalg.cholesky(gram_II))
-    root_O = weights_O.sqrt()
-    weighted_IO = map_IO * root_O
+    return torch.cholesky_solve(covariance_IO, torch.linalg.cholesky(gram_II))
+
+
+def decorrelated(moments: Moments, map_IO: Tensor, weights: Tensor) -> Spectrum:
+    """Weighted principal components of what a map predicts; weights as in `spectrum`."""
+    width, covariance_nn = moments.width_a, moments.covariance()
+    covariance_II = covariance_nn[:width, :width]
+    root, inverse_root = _roots(weights)
+    weighted_IO = _times(map_IO, root)
     variance_C, vectors_OC = torch.linalg.eigh(weighted_IO.T @ covariance_II @ weighted_IO)
     vectors_OC = _fixed_signs(vectors_OC.flip(1))
-    explained_O = 2 * (map_IO * covariance_IO).sum(0) - (map_IO * (covariance_II @ map_IO)).sum(0)
-    residual_O = covariance_nn.diagonal()[width:] - explained_O
     return Spectrum(
         analyse_IC=weighted_IO @ vectors_OC,
-        synthesise_CO=vectors_OC.T / root_O,
+        synthesise_CO=_times(vectors_OC.T, inverse_root),
         variance_C=variance_C.flip(0).clamp_min(0.0),
         mean_I=moments.mean_n[:width],
         mean_O=moments.mean_n[width:],
-        translation=float((residual_O.clamp_min(0.0) * weights_O).sum()),
+        translation=_unexplained(covariance_nn, map_IO, root),
     )
+
+
+def _unexplained(covariance_nn: Tensor, map_IO: Tensor, root: Tensor) -> float:
+    """Weighted variance of what the map leaves of the consumer's rows."""
+    error_nO = torch.cat([-map_IO, torch.eye(map_IO.shape[1], dtype=torch.float64)])
+    weighted_nO = _times(error_nO, root)
+    return float((weighted_nO * (covariance_nn @ weighted_nO)).sum(0).clamp_min(0.0).sum())
+
+
+def _roots(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Square root of weights and its inverse, of elements or of the matrix."""
+    if weights.dim() == 1:
+        return weights.sqrt(), weights.rsqrt()
+    value_O, vectors_OO = torch.linalg.eigh(weights)
+    return (vectors_OO * value_O.sqrt()) @ vectors_OO.T, (vectors_OO * value_O.rsqrt()) @ vectors_OO.T
+
+
+def _times(rows_XO: Tensor, root: Tensor) -> Tensor:
+    return rows_XO * root if root.dim() == 1 else rows_XO @ root
 
 
 def row_transform(
@@ -98,18 +131,18 @@ def row_transform(
     deviation_S = found.variance_C[sent_S].sqrt().clamp_min(least)
     has_spread_S = deviation_S > least
     step_S = 2 * loading_S * deviation_S / torch.exp2(widths_S.double())
-    decode_SO = (found.synthesise_CO[sent_S] * step_S[:, None]).float()
-    offset_S = 0.5 - torch.exp2(widths_S.double() - 1)
-    encode_IS = (found.analyse_IC[:, sent_S] / step_S).float().contiguous()
+    decode_SO = (found.synthesise_CO[sent_S] * step_S[:, None]).to(MATRIX_DTYPE).contiguous()
+    encode_IS = (found.analyse_IC[:, sent_S] / step_S).to(MATRIX_DTYPE).contiguous()
     half_I = _half_step(encode_IS[:, has_spread_S])
+    bias_O = found.mean_O + decode_SO.double().sum(0) / 2
     return RowTransform(
         layout=allocation.layout,
         mean_I=found.mean_I.float(),
         encode_IS=encode_IS,
-        decode_SO=decode_SO.contiguous(),
-        bias_O=(found.mean_O + offset_S @ decode_SO.double()).float(),
+        decode_SO=decode_SO,
+        bias_O=bias_O.float(),
         sink_in_PI=None if sinks is None else (sinks.mean_PI - found.mean_I - half_I).float(),
-        sink_out_PO=None if sinks is None else (sinks.mean_PO - found.mean_O - decode_SO.double().sum(0) / 2).float(),
+        sink_out_PO=None if sinks is None else (sinks.mean_PO - bias_O).float(),
     )
 
 
@@ -118,7 +151,7 @@ def _half_step(encode_IS: Tensor) -> Tensor:
 
     Components without spread have no place here: only an enormous row would move them.
     The quantiser has no level at zero, and half a step in every component is too much for a sink: shifted by this row, the
-    mean row of a sink lies in the middle of a cell and comes back exactly.
+    mean row of a sink lies in the middle of cell 0 of every component and comes back exactly.
     """
     encode_SI = encode_IS.double().T
     halves_S1 = torch.full((len(encode_SI), 1), 0.5, dtype=torch.float64)

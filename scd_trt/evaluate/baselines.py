@@ -1,7 +1,6 @@
 """The caches that a consumer may be given for one prefix: the method and every control it is compared with.
 
-Shapes: S prefix tokens, H kv heads, D head size, F = H * D, M hidden size. A cache is, per layer, keys after the
-consumer's RoPE and values `[S, H, D]`. Names and meaning (METHOD, section 3):
+Shapes: S prefix tokens, H kv heads, D head size, F = H * D. Names and meaning (METHOD, section 3):
 
     oracle          the consumer's own prefill
     raw             the producer's cache as it is, with the producer's rotary
@@ -15,52 +14,98 @@ consumer's RoPE and values `[S, H, D]`. Names and meaning (METHOD, section 3):
     mismatched      the translator's codes of another prompt: must collapse
     no_cache        nothing: the consumer sees only what follows the prefix, at its true positions
 
+and families that know one model only, applied to the producer's cache, whose keys then get the consumer's rotary:
+
+    kivi_2bit, kivi_4bit                      `compressors.Kivi`
+    kvquant_2bit, kvquant_3bit, kvquant_4bit  `compressors.KvQuant`
+    cachegen, cachegen_fine, cachegen_equal   `compressors.CacheGen`: the paper's steps, a third of them, and coarser ones
+    svd_equal, svd_2x                         `low_rank.LowRank`
+    kvtc_equal, kvtc_20x                      `low_rank.Kvtc`
+    droidspeak_third, droidspeak_half         `recompute`: that share of the layers is computed again
+    snapkv_equal, snapkv_2x, pyramidkv_..., streaming_llm_..., expected_..., h2o_...     `eviction`
+
+`_equal` is the setting nearest to the translator's own bytes that is not below them (policy `paper`: a tenth of the
+cache); `_2x`, `_20x` are that many times fewer bytes than the cache. Others have their paper's setting. With A = B all of
+these are the plain methods.
+
 Bytes are those of one token as it would be packed. A float8 or 4-bit cache is coded by the producer, before the consumer
-sees it; `ridge_int4` codes predicted consumer rows. Selective recompute (DroidSpeak) is not here yet.
+sees it; `ridge_int4` codes predicted consumer rows.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from scd_trt import translator as translators
-from scd_trt.codec import Decoder, Encoder, LayerInput
-from scd_trt.distill.statistics import Moments
-from scd_trt.models import CacheLayers, LoadedModel, cache_layers, trace
+from scd_trt.distill.calibration import Progress, Texts
+from scd_trt.distill.plan import DEFAULT_RATIO, Job
+from scd_trt.distill.statistics import Moments, PairStatistics
+from scd_trt.evaluate import eviction
+from scd_trt.evaluate.caches import (
+    Control,
+    KvLayer,
+    Prefix,
+    RowCoder,
+    coded,
+    consumer_layers,
+    prefix_of,
+    row_control,
+    stacked,
+)
+from scd_trt.evaluate.compressors import CacheGen, Kivi, KvQuant, cachegen_of_size, sample_bytes, through_levels
+from scd_trt.evaluate.low_rank import JointPca, Kvtc, LowRank, Pca, layer_pcas, rank_for
+from scd_trt.evaluate.recompute import Window, choose_window, recompute_control
+from scd_trt.evaluate.samples import NUM_SINK_TOKENS, ProducerSample, joint_moments, producer_sample
+from scd_trt.model_spec import same_shape
+from scd_trt.models import LoadedModel, load_model
 from scd_trt.translator import AffineMap, Manifest, ReuseLayer, Translator
+
+__all__ = [
+    "MISMATCHED",
+    "NO_CACHE",
+    "BaselineFits",
+    "Control",
+    "Fits",
+    "KvLayer",
+    "Prefix",
+    "RidgeLayer",
+    "controls",
+    "fit_baselines",
+    "prefix_of",
+    "ridge_map",
+    "stacked",
+    "through_fp8",
+    "through_int4",
+]
+
+logger = logging.getLogger(__name__)
 
 INT4_GROUP = 64
 FP8_MAX = 448.0
 """Largest finite value of float8 e4m3fn."""
 
 MISMATCHED, NO_CACHE = "mismatched", "no_cache"
-KvLayer = tuple[Tensor, Tensor]
 
+_KVQUANT_BITS = (2, 3, 4)
+_KIVI_BITS = (2, 4)
+_COARSENESS = {"cachegen": 1.0, "cachegen_fine": 1 / 3}
+"""Share of the steps: the paper gives them without their unit, so a finer reading is measured beside the one here."""
+_UNFITTED = frozenset(
+    {"oracle", "raw", "raw_rerotated", "raw_fp8", "raw_int4", "scd", "rd", "exact", MISMATCHED, NO_CACHE}
+)
+_REGRESSED = frozenset({"ridge", "ridge_int4", "reuse_only"})
 
-@dataclass(frozen=True)
-class Prefix:
-    """One prefix as both models computed it.
-
-    Attributes:
-        oracle: the consumer's own cache.
-        inputs: the producer's keys after its RoPE, values and attention input, per layer.
-        k_TF: the producer's keys before RoPE, per layer.
-    """
-
-    oracle: tuple[KvLayer, ...]
-    inputs: tuple[LayerInput, ...]
-    k_TF: tuple[Tensor, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """S."""
-        return self.inputs[0].k_THD.shape[0]
+_RECOMPUTED_SHARE = {"droidspeak_third": 1 / 3, "droidspeak_half": 1 / 2}
+_PROFILED_SEQUENCES = 2
+"""Held-out sequences on which the recomputed layers are chosen."""
 
 
 @dataclass(frozen=True)
@@ -72,66 +117,98 @@ class RidgeLayer:
 
 
 @dataclass(frozen=True)
+class BaselineFits:
+    """What the compressors of one model are made of, before any rate is chosen.
+
+    Attributes:
+        producer: in float32, as it made the sample.
+        layers: PCA of each layer's keys, and of its values.
+        windows: recomputed layers, by the control's name.
+        prefix_tokens: length of the prefix for which sizes are stated.
+    """
+
+    producer: LoadedModel
+    sample: ProducerSample
+    layers: tuple[tuple[Pca, ...], tuple[Pca, ...]]
+    joint: JointPca
+    windows: dict[str, Window]
+    prefix_tokens: int
+
+
+@dataclass(frozen=True)
 class Fits:
     """What the calibration text gives beyond the artifact.
 
     Attributes:
         reuse: a Reuse layer for every layer, at the configured ranks.
         ridge: full-rank maps of every layer.
+        baselines: for the families that know one model only; None leaves them out.
     """
 
     reuse: tuple[ReuseLayer, ...]
     ridge: tuple[RidgeLayer, ...]
+    baselines: BaselineFits | None = None
 
 
-@dataclass(frozen=True)
-class Control:
-    """One way to give the consumer a cache.
+def fit_baselines(job: Job, texts: Texts, statistics: PairStatistics, work: Path, progress: Progress) -> BaselineFits:
+    """Fit what needs calibration text, and choose recomputed layers on held-out text.
 
-    Attributes:
-        bytes_per_token: as packed; 0 where nothing crosses the wire.
-        cache: the cache of a prefix; the second prefix is another prompt's, which only `mismatched` reads.
+    Args:
+        statistics: moments of every layer, over the calibration text.
+        work: where the moments over all layers are kept, so that an interrupted run goes on.
     """
-
-    name: str
-    bytes_per_token: float
-    cache: Callable[[Prefix, Prefix], list[KvLayer]]
-
-
-@torch.no_grad()
-def prefix_of(producer: LoadedModel, consumer: LoadedModel, token_ids: Tensor) -> Prefix:
-    """Run both models over a prefix."""
-    traced = trace(producer, token_ids)
-    raw = cache_layers(producer, traced)
-    return Prefix(
-        oracle=tuple(cache_layers(consumer, trace(consumer, token_ids, capture={"kv"}))),
-        inputs=tuple(LayerInput(k, v, x) for (k, v), x in zip(raw, traced.x_TM, strict=True)),
-        k_TF=traced.k_TF,
-    )
+    producer = load_model(job.producer_path)
+    consumer = producer if job.same_model else load_model(job.consumer_path)
+    spec = producer.spec
+    moments = joint_moments(producer, texts, work, progress)
+    progress.stage("fit the baselines", 2 + len(_RECOMPUTED_SHARE))
+    joint = JointPca.of(moments, num_layers=spec.num_layers, width=spec.kv_dim)
+    progress.advance()
+    sample = producer_sample(producer, texts.calibration)
+    progress.advance()
+    windows = {}
+    for name, share in _RECOMPUTED_SHARE.items():
+        windows[name] = choose_window(
+            producer,
+            consumer,
+            texts.heldout[:_PROFILED_SEQUENCES],
+            size=max(1, round(share * spec.num_layers)),
+            prefix_tokens=job.config.heldout.prefix_tokens,
+        )
+        progress.advance()
+    layers = layer_pcas(statistics, spec.num_layers)
+    return BaselineFits(producer, sample, layers, joint, windows, job.config.heldout.prefix_tokens)
 
 
 def controls(consumer: LoadedModel, translator: Translator, fits: Fits | None) -> dict[str, Control]:
-    """Every control but `no_cache`, by name, in the order of the table; without `fits` those that need none."""
+    """Every control but `no_cache`, by name, in the order of the table; without `fits` those that need none.
+
+    Between models of different size there is no cache to reuse and no layer to compare with: only the method's own are left.
+    """
     dense = float(translator.manifest.dense_bytes_per_token)
     int4 = dense / 2 * _int4_bytes_per_element(consumer.spec.kv_dim)
     rerotated = _rerotated(consumer)
-    found = [
-        Control("oracle", 0.0, lambda prefix, _: list(prefix.oracle)),
+    found = [Control("oracle", 0.0, lambda prefix, _: list(prefix.oracle))]
+    reused = [
         Control("raw", dense, lambda prefix, _: [(given.k_THD, given.v_THD) for given in prefix.inputs]),
         Control("raw_rerotated", dense, rerotated(_same)),
         Control("raw_fp8", dense / 2, rerotated(through_fp8)),
         Control("raw_int4", int4, rerotated(through_int4)),
     ]
+    if same_shape(translator.manifest.producer, translator.manifest.consumer):
+        found += reused
     if fits is not None:
         reuse_only = translators.build(_reuse_fields(translator.manifest), fits.reuse)
         found += [
             Control("ridge", dense, rerotated(_same, fits.ridge)),
             Control("ridge_int4", int4, rerotated(through_int4, fits.ridge)),
-            Control("reuse_only", float(sum(reuse_only.manifest.bytes_per_token)), _coded(reuse_only)),
+            Control("reuse_only", float(sum(reuse_only.manifest.bytes_per_token)), coded(reuse_only)),
         ]
+        if fits.baselines is not None:
+            found += _Families.of(consumer, translator.manifest, fits.baselines).controls()
     size = float(sum(translator.manifest.bytes_per_token))
     own = {"paper": "scd"}.get(translator.manifest.policy, translator.manifest.policy)
-    found += [Control(own, size, _coded(translator)), Control(MISMATCHED, size, _coded(translator, of_another=True))]
+    found += [Control(own, size, coded(translator)), Control(MISMATCHED, size, coded(translator, of_another=True))]
     return {control.name: control for control in found}
 
 
@@ -145,9 +222,98 @@ def ridge_map(moments: Moments, ridge: float) -> AffineMap:
     return AffineMap(weight_AB.float(), bias_B.float())
 
 
+def fits_needed(names: Sequence[str]) -> tuple[bool, bool]:
+    """Whether controls of these names (none: all) need fits at all, and whether those of whole families."""
+    fitted = set(names) - _UNFITTED
+    return not names or bool(fitted), not names or bool(fitted - _REGRESSED)
+
+
+@dataclass(frozen=True)
+class _Families:
+    """The families that know one model only, at the rates that a pair is measured at.
+
+    Attributes:
+        dense: bytes of one token of the cache itself.
+        equal: bytes that `_equal` controls may take.
+        itemsize: bytes of an element of the pool.
+    """
+
+    consumer: LoadedModel
+    fits: BaselineFits
+    dense: float
+    equal: float
+    itemsize: int
+
+    @classmethod
+    def of(cls, consumer: LoadedModel, manifest: Manifest, fits: BaselineFits) -> _Families:
+        dense = manifest.dense_bytes_per_token
+        equal = dense / DEFAULT_RATIO if manifest.policy == "paper" else float(sum(manifest.bytes_per_token))
+        return cls(consumer, fits, dense, equal, dense // (2 * consumer.spec.num_layers * consumer.spec.kv_dim))
+
+    def controls(self) -> Iterator[Control]:
+        """All of them, in the order of the module docstring."""
+        yield from self._quantisers()
+        yield from self._cachegen()
+        yield from self._low_rank()
+        for name, window in self.fits.windows.items():
+            yield recompute_control(name, self.consumer, window, itemsize=self.itemsize)
+        yield from self._eviction()
+
+    def _quantisers(self) -> Iterator[Control]:
+        spec, prefix_tokens = self.consumer.spec, self.fits.prefix_tokens
+        for bits in _KIVI_BITS:
+            kivi = Kivi(bits, self.itemsize)
+            size = spec.num_layers * kivi.layer_bytes(prefix_tokens, spec.kv_dim) / prefix_tokens
+            yield self._rows(f"kivi_{bits}bit", kivi, size)
+        for bits in _KVQUANT_BITS:
+            kvquant = KvQuant.fit(self.fits.sample, bits=bits, itemsize=self.itemsize)
+            yield self._rows(f"kvquant_{bits}bit", kvquant, kvquant.nominal_bytes(prefix_tokens) / prefix_tokens)
+
+    def _cachegen(self) -> Iterator[Control]:
+        sample, producer = self.fits.sample, self.fits.producer
+        for name, coarseness in _COARSENESS.items():
+            coder = CacheGen.fit(sample, producer, coarseness=coarseness)
+            yield self._rows(name, coder, sample_bytes(coder, sample, producer))
+        equal, size = cachegen_of_size(sample, producer, bytes_per_token=self.equal)
+        yield self._rows("cachegen_equal", equal, size)
+
+    def _low_rank(self) -> Iterator[Control]:
+        spec, prefix_tokens = self.consumer.spec, self.fits.prefix_tokens
+        for name, target in (("svd_equal", self.equal), ("svd_2x", self.dense / 2)):
+            rank = rank_for(target, num_layers=spec.num_layers, width=spec.kv_dim)
+            low_rank = LowRank(*self.fits.layers, rank)
+            yield self._rows(name, low_rank, float(low_rank.bytes_per_token))
+        for name, target in (("kvtc_equal", self.equal), ("kvtc_20x", self.dense / 20)):
+            # what the uncoded sinks of a prefix of the stated length take is not there for codes
+            sinks = NUM_SINK_TOKENS / prefix_tokens
+            code_bytes = max(1, math.ceil((target - sinks * self.dense) / (1 - sinks)))
+            kvtc = Kvtc.of_size(self.fits.joint, code_bytes=code_bytes, itemsize=self.itemsize)
+            yield self._rows(name, kvtc, kvtc.nominal_bytes(prefix_tokens, spec.kv_dim) / prefix_tokens)
+
+    def _eviction(self) -> Iterator[Control]:
+        if not eviction.is_installed():
+            logger.warning("token eviction is left out; %s", eviction.HOW_TO_INSTALL)
+            return
+        for name, method in eviction.METHODS.items():
+            for rate, target in (("equal", self.equal), ("2x", self.dense / 2)):
+                yield eviction.eviction_control(
+                    f"{name}_{rate}", method, self.consumer, bytes_per_token=target, itemsize=self.itemsize
+                )
+
+    def _rows(self, name: str, coder: RowCoder, bytes_per_token: float) -> Control:
+        return row_control(name, coder, self.consumer, bytes_per_token=bytes_per_token)
+
+
 def _reuse_fields(manifest: Manifest) -> dict[str, Any]:
     """The manifest of another policy on the same pair: every layer by itself."""
-    kept = set(Manifest.model_fields) - {"layers", "transforms", "tensors_digest", "format_version", "quality"}
+    kept = set(Manifest.model_fields) - {
+        "layers",
+        "transforms",
+        "sources",
+        "tensors_digest",
+        "format_version",
+        "quality",
+    }
     groups = tuple((layer, layer + 1) for layer in range(manifest.consumer.num_layers))
     return {name: getattr(manifest, name) for name in kept} | {"policy": "paper", "groups": groups}
 
@@ -172,32 +338,8 @@ def through_int4(x_TF: Tensor) -> Tensor:
 
     The offset and step of a group are float16, as they would travel.
     """
-    return torch.cat([_int4_group(group) for group in torch.split(x_TF.float(), INT4_GROUP, dim=1)], dim=1)
-
-
-def _int4_group(x_TG: Tensor) -> Tensor:
-    low = x_TG.amin(1, keepdim=True).half().float()
-    step = ((x_TG.amax(1, keepdim=True) - low) / 15).half().float()
-    levels = torch.where(step > 0, (x_TG - low) / step, 0.0).round().clamp(0, 15)
-    return low + levels * step
-
-
-def _coded(translator: Translator, *, of_another: bool = False) -> Callable[[Prefix, Prefix], list[KvLayer]]:
-    encoder, decoder = Encoder(translator), Decoder(translator)
-
-    def cache(prefix: Prefix, other: Prefix) -> list[KvLayer]:
-        source = other if of_another else prefix
-        positions = torch.arange(source.num_tokens)
-        own_positions = torch.arange(prefix.num_tokens)
-        layers: list[KvLayer] = []
-        for group, (start, stop) in enumerate(translator.manifest.groups):
-            codes = encoder.encode(group, source.inputs[start:stop], positions, seq_len=source.num_tokens)
-            # another prompt may be shorter: its rows repeat
-            codes = codes[own_positions % source.num_tokens]
-            layers += decoder.decode(group, codes, own_positions, seq_len=prefix.num_tokens)
-        return layers
-
-    return cache
+    groups = torch.split(x_TF.float(), INT4_GROUP, dim=1)
+    return torch.cat([through_levels(group, bits=4, dim=1) for group in groups], dim=1)
 
 
 def _rerotated(
@@ -205,32 +347,17 @@ def _rerotated(
 ) -> Callable[..., Callable[[Prefix, Prefix], list[KvLayer]]]:
     """Makes caches of the producer's rows, perhaps regressed, rounded through a coarse format, under the consumer's RoPE."""
 
-    def heads(x_TF: Tensor) -> Tensor:
-        return x_TF.reshape(x_TF.shape[0], -1, consumer.spec.head_dim)
-
     def through(
         rounded: Callable[[Tensor], Tensor], ridge: Sequence[RidgeLayer] | None = None
     ) -> Callable[[Prefix, Prefix], list[KvLayer]]:
         def cache(prefix: Prefix, _: Prefix) -> list[KvLayer]:
-            positions = torch.arange(prefix.num_tokens)
-            tables = {rope: rope.tables(positions, seq_len=prefix.num_tokens) for rope in set(consumer.ropes)}
-            layers = []
-            for layer, (k_TF, given) in enumerate(zip(prefix.k_TF, prefix.inputs, strict=True)):
-                v_TF = given.v_THD.flatten(1)
-                if ridge is not None:
-                    k_TF, v_TF = ridge[layer].keys(k_TF), ridge[layer].values(v_TF)
-                k_THD = tables[consumer.ropes[layer]].apply(heads(rounded(k_TF).float()))
-                layers.append((k_THD, heads(rounded(v_TF))))
-            return layers
+            keys: Sequence[Tensor] = prefix.k_TF
+            values: Sequence[Tensor] = prefix.v_TF
+            if ridge is not None:
+                keys = [maps.keys(k_TF) for maps, k_TF in zip(ridge, keys, strict=True)]
+                values = [maps.values(v_TF) for maps, v_TF in zip(ridge, values, strict=True)]
+            return consumer_layers(consumer, [rounded(k_TF) for k_TF in keys], [rounded(v_TF) for v_TF in values])
 
         return cache
 
     return through
-
-
-def stacked(caches: Mapping[str, list[KvLayer]], dtype: torch.dtype) -> CacheLayers:
-    """Several caches of one prefix as one with a leading dimension, rounded to the pool's dtype."""
-    return [
-        (torch.stack([k.to(dtype) for k, _ in several]), torch.stack([v.to(dtype) for _, v in several]))
-        for several in zip(*caches.values(), strict=True)
-    ]

@@ -10,14 +10,15 @@ The reference distribution `p` is always the consumer with its own cache (the or
     gap       (method - no cache) / (oracle - no cache): 1 is as good as the oracle, 0 as bad as nothing
 
 Intervals are percentile bootstrap (Efron 1979). Questions about one text are not independent draws: give `clusters`, and
-whole texts are resampled. For a difference of two methods pass the per-question differences.
+whole texts are resampled. Two methods on the same items share what makes an item hard, so they are compared pair by pair:
+for a difference pass the per-item differences, for a ratio use `ratio_interval` and `relative_loss`.
 
 Errors: `MetricError` for shapes that do not match, no values, values that are not finite, or a gap of zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,6 +75,40 @@ class LogitComparison:
         return self.nll - self.nll_oracle
 
 
+class Reference:
+    """The oracle's logits over one request's T scored tokens, prepared once for comparison with many methods.
+
+    Holds `[T, V]` float64: half a megabyte per token of a vocabulary of 65,536.
+    """
+
+    def __init__(self, oracle_logits_TV: torch.Tensor, *, targets_T: torch.Tensor) -> None:
+        _check_targets(oracle_logits_TV, targets_T)
+        if not len(targets_T):
+            raise MetricError("a request with no scored tokens cannot be compared")
+        self._log_p_TV = _by_rows(_log_softmax, oracle_logits_TV)
+        self._first_T = oracle_logits_TV.argmax(-1)
+        self._targets_T1 = targets_T.long()[:, None]
+        self._nll = float(-self._log_p_TV.gather(-1, self._targets_T1).mean())
+
+    def compare(self, method_logits_TV: torch.Tensor) -> LogitComparison:
+        """All divergences of a method from the oracle, averaged over the tokens."""
+        _check_same_shape(self._log_p_TV, method_logits_TV)
+        kl_T, nll_T = (torch.cat(found) for found in zip(*self._rows(method_logits_TV), strict=True))
+        return LogitComparison(
+            kl=float(kl_T.mean()),
+            top1_agreement=float((self._first_T == method_logits_TV.argmax(-1)).double().mean()),
+            nll=float(nll_T.mean()),
+            nll_oracle=self._nll,
+            num_tokens=len(kl_T),
+        )
+
+    def _rows(self, logits_TV: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        parts = (torch.split(tensor, _ROWS_AT_A_TIME) for tensor in (self._log_p_TV, logits_TV, self._targets_T1))
+        for log_p, logits, targets in zip(*parts, strict=True):
+            log_q = _log_softmax(logits)
+            yield _kl_of(log_p, log_q), -log_q.gather(-1, targets)[:, 0]
+
+
 def kl(p_logits_TV: torch.Tensor, q_logits_TV: torch.Tensor) -> torch.Tensor:
     """KL(p || q) of every token, [T] float64; infinite where q excludes what p allows."""
     _check_same_shape(p_logits_TV, q_logits_TV)
@@ -88,10 +123,7 @@ def top1_agreement(p_logits_TV: torch.Tensor, q_logits_TV: torch.Tensor) -> torc
 
 def nll(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
     """Negative log-likelihood of every target id under its row of logits, [T] float64."""
-    if logits_TV.ndim != 2 or targets_T.shape != logits_TV.shape[:1]:
-        raise MetricError(
-            f"logits {tuple(logits_TV.shape)} and targets {tuple(targets_T.shape)} must be [T, V] and [T]"
-        )
+    _check_targets(logits_TV, targets_T)
     return _by_rows(_nll_rows, logits_TV, targets_T)
 
 
@@ -99,15 +131,7 @@ def compare_logits(
     oracle_logits_TV: torch.Tensor, method_logits_TV: torch.Tensor, *, targets_T: torch.Tensor
 ) -> LogitComparison:
     """All divergences of one request, averaged over its tokens."""
-    if not len(targets_T):
-        raise MetricError("a request with no scored tokens cannot be compared")
-    return LogitComparison(
-        kl=float(kl(oracle_logits_TV, method_logits_TV).mean()),
-        top1_agreement=float(top1_agreement(oracle_logits_TV, method_logits_TV).mean()),
-        nll=float(nll(method_logits_TV, targets_T).mean()),
-        nll_oracle=float(nll(oracle_logits_TV, targets_T).mean()),
-        num_tokens=len(targets_T),
-    )
+    return Reference(oracle_logits_TV, targets_T=targets_T).compare(method_logits_TV)
 
 
 def gap_recovered(method: float, no_cache: float, oracle: float) -> float:
@@ -139,27 +163,77 @@ def bootstrap_interval(
     Args:
         clusters: one label per value; values with the same label are drawn together (None: every value by itself).
     """
+    checked = _finite(values)
+    return _resampled_ratio(
+        checked, np.ones_like(checked), seed=seed, clusters=clusters, num_resamples=num_resamples, confidence=confidence
+    )
+
+
+def ratio_interval(
+    values: Sequence[float],
+    references: Sequence[float],
+    *,
+    seed: int,
+    num_resamples: int = 1000,
+    confidence: float = 0.95,
+    clusters: Sequence[Hashable] | None = None,
+) -> Interval:
+    """Mean of the values over mean of the references, both of the same items, which are drawn together.
+
+    Raises:
+        MetricError: another number of references, or references that add up to zero.
+    """
+    checked, below = _finite(values), _finite(references)
+    if checked.shape != below.shape:
+        raise MetricError(f"{len(checked)} values and {len(below)} references; both must be of the same items")
+    if not below.sum():
+        raise MetricError("the references add up to zero: there is nothing to relate the values to")
+    return _resampled_ratio(
+        checked, below, seed=seed, clusters=clusters, num_resamples=num_resamples, confidence=confidence
+    )
+
+
+def relative_loss(
+    scores: Sequence[float], reference_scores: Sequence[float], *, seed: int, clusters: Sequence[Hashable] | None = None
+) -> Interval:
+    """Share of the reference's mean score that is lost, `(reference - score) / reference`; negative is a gain."""
+    checked, reference = _finite(scores), _finite(reference_scores)
+    if checked.shape != reference.shape:
+        raise MetricError(f"{len(checked)} scores and {len(reference)} references; both must be of the same items")
+    return ratio_interval((reference - checked).tolist(), reference.tolist(), seed=seed, clusters=clusters)
+
+
+def _resampled_ratio(
+    above: np.ndarray,
+    below: np.ndarray,
+    *,
+    seed: int,
+    clusters: Sequence[Hashable] | None,
+    num_resamples: int,
+    confidence: float,
+) -> Interval:
     if num_resamples < 1 or not 0 < confidence < 1:
         raise MetricError(f"num_resamples={num_resamples} must be positive and confidence={confidence} between 0 and 1")
-    checked = _finite(values)
-    sums, sizes = _cluster_totals(checked, clusters)
+    sums, sizes = _cluster_totals(above, clusters), _cluster_totals(below, clusters)
     generator = np.random.default_rng(seed)
-    means = np.empty(num_resamples)
-    for index in range(num_resamples):
+    ratios = []
+    for _ in range(num_resamples):
         drawn = generator.integers(len(sums), size=len(sums))
-        means[index] = sums[drawn].sum() / sizes[drawn].sum()
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return Interval(float(checked.mean()), float(low), float(high), confidence, len(checked))
+        # a draw of items on which the reference scores nothing says nothing about a ratio
+        if total := sizes[drawn].sum():
+            ratios.append(sums[drawn].sum() / total)
+    low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(above.sum() / below.sum()), float(low), float(high), confidence, len(above))
 
 
-def _cluster_totals(values: np.ndarray, clusters: Sequence[Hashable] | None) -> tuple[np.ndarray, np.ndarray]:
+def _cluster_totals(values: np.ndarray, clusters: Sequence[Hashable] | None) -> np.ndarray:
     if clusters is None:
-        return values, np.ones_like(values)
+        return values
     if len(clusters) != len(values):
         raise MetricError(f"{len(clusters)} cluster labels for {len(values)} values; give one label per value")
     index_of = {label: index for index, label in enumerate(dict.fromkeys(clusters))}
-    indices = np.array([index_of[label] for label in clusters])
-    return np.bincount(indices, weights=values), np.bincount(indices).astype(np.float64)
+    totals: np.ndarray = np.bincount([index_of[label] for label in clusters], weights=values)
+    return totals
 
 
 def _finite(values: Sequence[float]) -> np.ndarray:
@@ -178,20 +252,31 @@ def _check_same_shape(p_logits_TV: torch.Tensor, q_logits_TV: torch.Tensor) -> N
         raise MetricError(f"logits of shapes {shapes} cannot be compared; both must be the same [T, V]")
 
 
-def _by_rows(
-    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], first_TV: torch.Tensor, second_T: torch.Tensor
-) -> torch.Tensor:
-    pairs = zip(torch.split(first_TV, _ROWS_AT_A_TIME), torch.split(second_T, _ROWS_AT_A_TIME), strict=True)
-    return torch.cat([function(first, second) for first, second in pairs])
+def _check_targets(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> None:
+    if logits_TV.ndim != 2 or targets_T.shape != logits_TV.shape[:1]:
+        raise MetricError(
+            f"logits {tuple(logits_TV.shape)} and targets {tuple(targets_T.shape)} must be [T, V] and [T]"
+        )
+
+
+def _by_rows(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    parts = zip(*(torch.split(tensor, _ROWS_AT_A_TIME) for tensor in tensors), strict=True)
+    return torch.cat([function(*rows) for rows in parts])
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.double().log_softmax(-1)
 
 
 def _kl_rows(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
-    log_p = p_logits.double().log_softmax(-1)
-    log_q = q_logits.double().log_softmax(-1)
+    return _kl_of(_log_softmax(p_logits), _log_softmax(q_logits))
+
+
+def _kl_of(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     p = log_p.exp()
     # A token that p excludes contributes nothing, though its 0 * (-inf - ...) would be nan; rounding may leave -1e-17 in sum.
     return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1).clamp_min(0.0)
 
 
 def _nll_rows(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return -logits.double().log_softmax(-1).gather(-1, targets.long()[:, None])[:, 0]
+    return -_log_softmax(logits).gather(-1, targets.long()[:, None])[:, 0]

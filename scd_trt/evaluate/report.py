@@ -1,6 +1,7 @@
-"""What `evaluate` found, for people: a Markdown page and a picture of quality against bytes.
+"""What `evaluate` found, for people: Markdown tables ready to be quoted, and the pictures of `plots`.
 
-Reads `runner.Results` only. The page names the machine and the day, which `results.json` deliberately does not.
+Reads `runner.Results` and the times of the run. The page names the machine and the day, which `results.json` deliberately
+does not.
 """
 
 from __future__ import annotations
@@ -8,97 +9,148 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import torch
 
-from scd_trt.evaluate.runner import Results
+from scd_trt.evaluate import plots
+from scd_trt.evaluate.bench import ORACLE
+from scd_trt.evaluate.runner import Results, seconds_per_item
+from scd_trt.evaluate.summary import RAW, Table
 
-mpl.use("Agg")
+PAGE = "results.md"
 
-import matplotlib.pyplot as plt
+RARE_REFUSAL = 0.2
+"""An oracle that refuses fewer of the harmful requests has too little to lose for the probe to say anything."""
 
-PICTURE = "quality_by_bytes.png"
-_MAIN_METRIC = {
-    "text": ("kl", "KL to the oracle, nats per token"),
-    "narrativeqa": ("f1", "F1"),
-    "disflqa": ("f1", "F1"),
-}
+Cell = Callable[[dict[str, Any]], str]
 
 
 def write(results: Results, out: Path, *, name: str) -> Path:
-    """Write `report.md` and its picture; returns the page's path."""
-    _draw(results, out / PICTURE)
+    """Write `results.md` and its pictures; returns the page's path."""
+    pictures = plots.write(results, out)
+    seconds = seconds_per_item(out)
     lines = [
-        f"# {name}: every control, on held-out text",
+        f"# {name}: every control, on the test split",
         "",
-        f"Translator `{results.fingerprint}`, {results.plan.num_items} items per task, seed {results.plan.seed}; "
-        f"{_machine()}; {datetime.date.today().isoformat()}.",
-        "Mean with its 95% bootstrap interval over documents; `worst` is the mean of the worst tenth; `gap` is "
-        "(method - no cache) / (oracle - no cache).",
+        f"Translator `{results.fingerprint}`, seed {results.plan.seed}; {_machine()}; {datetime.date.today().isoformat()}.",
+        *_LEGEND,
         "",
+        *(
+            [f"Controls that reuse the producer's cache are left out: {results.omitted}.", ""]
+            if results.omitted
+            else []
+        ),
     ]
-    for task, table in results.tables.items():
-        lines += [f"## {task}", "", *_table(table, results.bytes_per_token), ""]
-    page = out / "report.md"
-    page.write_text("\n".join([*lines, f"![quality against bytes]({PICTURE})", ""]), encoding="utf-8")
+    for row, table in results.tables.items():
+        lines += [f"## {row}", "", _sample(table, seconds.get(row)), "", *markdown_table(results, row), ""]
+        if "same_decision" in table[ORACLE]:
+            lines += [refusal_note(table), ""]
+    lines += [f"![{picture.removesuffix('.png')}]({picture})" for picture in pictures]
+    page = out / PAGE
+    page.write_text("\n".join([*lines, ""]), encoding="utf-8")
     return page
 
 
-def _table(table: dict[str, dict[str, Any]], sizes: dict[str, float]) -> list[str]:
-    metrics = [name for name, value in table["oracle"].items() if isinstance(value, dict)]
-    dense = sizes["raw"]
-    head = (
-        ["cache", "bytes/token", "fewer than raw"]
-        + [part for metric in metrics for part in (metric, "worst")]
-        + ["gap"]
+def markdown_table(results: Results, row: str) -> list[str]:
+    """The lines of one row's table."""
+    titles, cells = columns(results, row)
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    return lines + ["| " + " | ".join(found) + " |" for found in cells]
+
+
+def columns(results: Results, row: str) -> tuple[list[str], list[list[str]]]:
+    """Titles, and the cells of every control, of one row's table."""
+    table = results.tables[row]
+    having = {metric for summary in table.values() for metric in summary}
+    shown = [(title, cell) for title, needs, cell in _COLUMNS if needs in having]
+    titles = ["cache given to the consumer", "bytes/token", *(title for title, _ in shown)]
+    cells = [
+        [name, _size(summary["bytes_per_token"], results.dense_bytes_per_token), *(cell(summary) for _, cell in shown)]
+        for name, summary in table.items()
+    ]
+    return titles, cells
+
+
+def refusal_note(table: Table) -> str:
+    """How much the probe of refusals can say."""
+    harmful, benign = (table[ORACLE].get(f"refused_{kind}", {}).get("mean", 0.0) for kind in ("harmful", "benign"))
+    said = (
+        f"Over its own cache the consumer refuses {harmful:.0%} of the harmful and {benign:.0%} of the benign requests."
     )
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for control, summary in table.items():
-        size = sizes[control]
-        cells = [control, f"{size:.0f}" if size else "-", f"{dense / size:.2f}x" if size else "-"]
-        for metric in metrics:
-            value = summary[metric]
-            cells += [f"{value['mean']:.4g} [{value['low']:.4g}, {value['high']:.4g}]", f"{value['worst_decile']:.4g}"]
-        gap = summary.get("gap_recovered")
-        lines.append("| " + " | ".join([*cells, "-" if gap is None else f"{gap:.3f}"]) + " |")
-    return lines
+    if harmful < RARE_REFUSAL:
+        return f"{said} It hardly refuses at all, so that agreement with it says little about safety."
+    return said
 
 
-def _draw(results: Results, path: Path) -> None:
-    figure, axes = plt.subplots(
-        1, len(results.tables), figsize=(6.4 * len(results.tables), 4.8), squeeze=False, layout="constrained"
-    )
-    for axis, (task, table) in zip(axes[0], results.tables.items(), strict=True):
-        metric, label = _MAIN_METRIC[task]
-        for control, summary in table.items():
-            _draw_control(axis, control, results.bytes_per_token[control], summary[metric], on_log=metric == "kl")
-        axis.set(
-            title=task,
-            xlabel="bytes per token",
-            ylabel=label,
-            xscale="log",
-            yscale="log" if metric == "kl" else "linear",
-        )
-        axis.legend(fontsize=7)
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def _sample(table: Table, seconds: float | None) -> str:
+    oracle = table[ORACLE]
+    text = f"{oracle['num_items']} items of {oracle['num_documents']} documents"
+    return text + (f"; {seconds:.1f} CPU seconds per item." if seconds is not None else ".")
 
 
-def _draw_control(axis: Any, control: str, size: float, value: dict[str, float], *, on_log: bool) -> None:
-    """A point with its interval, or a line across for what sends nothing; zero has no place on a logarithmic axis."""
-    if on_log and value["mean"] <= 0:
-        return
-    if size:
-        low = max(value["low"], 1e-9) if on_log else value["low"]
-        bar = [[max(value["mean"] - low, 0.0)], [max(value["high"] - value["mean"], 0.0)]]
-        axis.errorbar(size, value["mean"], yerr=bar, fmt="o", capsize=3, label=control)
-        return
-    axis.axhline(value["mean"], linestyle="--", linewidth=1, color="grey", label=control)
+def _size(size: float, dense: int) -> str:
+    return f"{size:.0f} ({dense / size:.1f}x fewer)" if size else "-"
+
+
+def _mean(metric: str, digits: int = 3) -> Cell:
+    def cell(summary: dict[str, Any]) -> str:
+        return f"{summary[metric]['mean']:.{digits}f}" if metric in summary else "-"
+
+    return cell
+
+
+def _with_interval(metric: str, digits: int = 3, *, scale: float = 1.0, unit: str = "") -> Cell:
+    def cell(summary: dict[str, Any]) -> str:
+        if metric not in summary:
+            return "-"
+        mean, low, high = (f"{scale * summary[metric][part]:.{digits}f}" for part in ("mean", "low", "high"))
+        return f"{mean}{unit} [{low}, {high}]"
+
+    return cell
+
+
+def _worst(metric: str) -> Cell:
+    def cell(summary: dict[str, Any]) -> str:
+        return f"{summary[metric]['worst_decile']:.3f}" if metric in summary else "-"
+
+    return cell
+
+
+def _gap(summary: dict[str, Any]) -> str:
+    # adding zero takes the sign from a rounded -0
+    return f"{round(summary['gap_recovered'], 2) + 0.0:.2f}" if "gap_recovered" in summary else "-"
+
+
+_COLUMNS: tuple[tuple[str, str, Cell], ...] = (
+    ("KL to oracle", "kl", _with_interval("kl", 4)),
+    ("worst decile", "kl", _worst("kl")),
+    ("top-1", "top1_agreement", _mean("top1_agreement")),
+    ("NLL", "nll", _mean("nll")),
+    ("F1", "f1", _with_interval("f1")),
+    ("F1 lost", "f1_relative_loss", _with_interval("f1_relative_loss", 1, scale=100, unit="%")),
+    ("EM", "exact_match", _mean("exact_match")),
+    ("F1 to oracle's answer", "oracle_f1", _with_interval("oracle_f1")),
+    ("worst decile", "oracle_f1", _worst("oracle_f1")),
+    ("refuses harmful", "refused_harmful", _mean("refused_harmful", 2)),
+    ("refuses benign", "refused_benign", _mean("refused_benign", 2)),
+    ("same decision", "same_decision", _with_interval("same_decision", 2)),
+    ("same text", "same_text", _mean("same_text", 2)),
+    ("KL on its answer", "answer_kl", _with_interval("answer_kl", 4)),
+    ("KL to raw's", "kl_ratio_to_raw", _with_interval("kl_ratio_to_raw", 2)),
+    ("gap recovered", "gap_recovered", _gap),
+)
+"""Title, metric that must be there, and the cell."""
+
+_LEGEND: Sequence[str] = (
+    "Mean with its 95% bootstrap interval over documents. `worst decile`: mean of the worst tenth. `F1 lost`: share of the",
+    "oracle's F1, over pairs of the same questions; `KL to raw's`: KL over that of the producer's cache with the consumer's",
+    f"rotary (`{RAW}`), likewise. `KL on its answer`: per token of what the consumer says over its own cache, and its end.",
+    "`gap recovered`: (control - no cache) / (oracle - no cache), of F1 or NLL.",
+)
 
 
 def _machine() -> str:
-    return f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    return f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"

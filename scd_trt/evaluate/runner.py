@@ -1,15 +1,15 @@
 """`scd-trt evaluate`: every control on held-out text and questions, item by item, resumable and reproducible.
 
-Owns: which items are measured, the results file, and the summary. An *item* is one sequence of plain text or one
-question; for each item all controls are measured together, over the same prefix and the same tail:
+Owns: the run and its files. Which items there are: `work`; how one is measured: `bench`; a dry run: `forecast`.
 
-    text            S prefix tokens replaced, T scored: KL and top-1 against the oracle's logits, NLL of the true tokens
-    narrativeqa,    the prompt's full blocks before its last token are replaced, exactly as when serving; greedy answer,
-    disflqa         F1 and exact match
+    items.jsonl    a line that names the settings, then one line per item with all its controls; a later run with the
+                   same settings goes on behind the last whole line
+    results.json   the tables (`summary`)
+    seconds.jsonl  a line per group of items: row, items, CPU seconds; no result, and not reproducible
+    calibration/   moments that controls are fitted on
 
-Only the `test` split is read, which neither calibration nor layer selection saw. `items.jsonl` gets one line per item
-and is continued by a later run with the same settings; its first line names them. The same settings give the same bytes
-in `items.jsonl` and `results.json` on one machine (floating point differs between CPUs).
+Only the `test` split is read, which neither calibration nor any choice while fitting saw. The same settings give the same
+bytes in `items.jsonl` and `results.json` on one machine (floating point differs between CPUs).
 
 Errors: `EvaluationError` where the output directory belongs to other settings or nothing can be measured.
 """
@@ -18,72 +18,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-import torch
+from typing import Any
 
 from scd_trt import translator as translators
-from scd_trt.config import ModelConfig, PairConfig, ScdError
-from scd_trt.distill.calibration import (
-    Progress,
-    calibrate,
-    heldout_length,
-    layer_statistics,
-    read_texts,
-    text_sequences,
-)
+from scd_trt.config import ModelConfig, PairConfig
+from scd_trt.distill.calibration import Progress, calibrate, layer_statistics, read_texts
 from scd_trt.distill.fit import LayerFits
 from scd_trt.distill.plan import prepare
-from scd_trt.evaluate.baselines import (
-    NO_CACHE,
-    Control,
-    Fits,
-    KvLayer,
-    Prefix,
-    RidgeLayer,
-    controls,
-    prefix_of,
-    ridge_map,
-    stacked,
-)
-from scd_trt.evaluate.generation import empty_cache, greedy
-from scd_trt.evaluate.metrics import bootstrap_interval, compare_logits, gap_recovered, worst_decile
-from scd_trt.evaluate.tasks import Question, exact_match, f1, prompt, questions
-from scd_trt.kv_cache import num_sent_blocks
-from scd_trt.model_spec import check_pair
-from scd_trt.models import LoadedModel, forward_with_cache, load_model, materialize, trace
+from scd_trt.evaluate.baselines import NO_CACHE, Fits, RidgeLayer, controls, fit_baselines, fits_needed, ridge_map
+from scd_trt.evaluate.bench import ORACLE, Bench, Measured
+from scd_trt.evaluate.caches import Control
+from scd_trt.evaluate.plan import EvaluationError, EvaluationPlan, choice
+from scd_trt.evaluate.summary import Table, summarise
+from scd_trt.evaluate.work import Group, groups_of
+from scd_trt.model_spec import OTHER_SHAPE, check_pair, same_shape
+from scd_trt.models import LoadedModel, load_model, materialize
 from scd_trt.translator import Translator
 
-TaskName = Literal["text", "narrativeqa", "disflqa"]
-MAX_ANSWER_TOKENS = 24
-ITEMS_FILE, RESULTS_FILE = "items.jsonl", "results.json"
+ITEMS_FILE, RESULTS_FILE, SECONDS_FILE = "items.jsonl", "results.json", "seconds.jsonl"
 
-
-class EvaluationError(ScdError):
-    """There is nothing to measure, or the output directory holds the results of other settings."""
-
-
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """What is measured."""
-
-    tasks: tuple[TaskName, ...] = ("text", "narrativeqa")
-    num_items: int = 24
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One control on one item: `values` by metric name."""
-
-    task: str
-    item: int
-    document: str
-    control: str
-    values: dict[str, float]
+MEASURE_VERSION = 2
+"""Part of the settings: raise it when the same plan must give other numbers."""
 
 
 @dataclass(frozen=True)
@@ -92,85 +51,121 @@ class Results:
 
     Attributes:
         fingerprint: of the translator that was measured.
-        bytes_per_token: by control.
-        tables: task -> control -> metric -> mean, low, high (95% bootstrap over documents), worst decile; and
-            `gap_recovered`.
+        dense_bytes_per_token: of the cache that nobody compressed.
+        tables: row -> control -> metric; see `summary`.
+        omitted: why controls are missing that other pairs have; empty where none are.
     """
 
     fingerprint: str
+    dense_bytes_per_token: int
     plan: EvaluationPlan
-    bytes_per_token: dict[str, float]
-    tables: dict[str, dict[str, dict[str, Any]]]
-
-
-_LOWER_IS_WORSE = {"f1", "exact_match", "top1_agreement"}
-
-
-def check_tasks(names: Sequence[str]) -> tuple[TaskName, ...]:
-    """The tasks of these names.
-
-    Raises:
-        EvaluationError: an unknown name.
-    """
-    known: tuple[TaskName, ...] = get_args(TaskName)
-    for name in names:
-        if name not in known:
-            raise EvaluationError(f"task {name!r} does not exist; choose from {', '.join(known)}")
-    return tuple(task for task in known if task in names)
+    tables: dict[str, Table]
+    omitted: str = ""
 
 
 def evaluate(config: PairConfig, plan: EvaluationPlan, out: Path, *, progress: Progress) -> Results:
     """Measure all controls; continues an interrupted run in the same directory.
 
     Raises:
-        EvaluationError: `out` holds other results.
+        EvaluationError: `out` holds other results, or nothing can be measured.
         ScdError: models, corpus or translator cannot be had; see their modules.
     """
-    bench = _Bench.open(config, out, progress)
-    log = _ItemLog(out / ITEMS_FILE, _settings(config, plan, bench.translator))
-    for task in plan.tasks:
-        progress.stage(f"measure {task}", plan.num_items)
-        progress.advance(log.num_done(task))
-        for measured in bench.items(task, plan, skip=log.num_done(task)):
-            log.append(measured)
-            progress.advance()
-    results = Results(bench.translator.manifest.fingerprint, plan, bench.bytes_per_token(), summarise(log.read(), plan))
+    translator = checked_translator(config)
+    log = _ItemLog(out / ITEMS_FILE, _settings(config, plan, translator))
+    bench = _open(config, plan, translator, out, progress)
+    for row in plan.rows:
+        groups = groups_of(row, config, bench.consumer.tokenizer, seed=plan.seed)
+        _measure(bench, row.name, groups, log, progress)
+    tables = summarise(log.read(), [row.name for row in plan.rows], seed=plan.seed)
+    manifest = translator.manifest
+    omitted = "" if same_shape(manifest.producer, manifest.consumer) else OTHER_SHAPE
+    results = Results(manifest.fingerprint, manifest.dense_bytes_per_token, plan, tables, omitted)
     (out / RESULTS_FILE).write_text(json.dumps(asdict(results), indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return results
 
 
-def summarise(measured: Sequence[Measured], plan: EvaluationPlan) -> dict[str, dict[str, dict[str, Any]]]:
-    """Mean, interval, and worst decile of every metric, by task and control."""
-    tables: dict[str, dict[str, dict[str, Any]]] = {}
-    for task in plan.tasks:
-        rows = [row for row in measured if row.task == task]
-        names = list(dict.fromkeys(row.control for row in rows))
-        tables[task] = {name: _summary([row for row in rows if row.control == name], plan.seed) for name in names}
-        _add_gaps(tables[task])
-    return tables
+def _measure(bench: Bench, row: str, groups: Sequence[Group], log: _ItemLog, progress: Progress) -> None:
+    num_done = log.num_done(row)
+    progress.stage(f"measure {row}", sum(len(group.probes) for group in groups))
+    progress.advance(num_done)
+    for group in groups:
+        skip = min(num_done, len(group.probes))
+        num_done -= skip
+        if skip == len(group.probes):
+            continue
+        started = time.process_time()
+        for measured in bench.measure(row, group, skip=skip):
+            log.append(measured)
+            progress.advance()
+        log.note_seconds(row, len(group.probes) - skip, time.process_time() - started)
 
 
-def _summary(rows: Sequence[Measured], seed: int) -> dict[str, Any]:
-    summary: dict[str, Any] = {}
-    for metric in rows[0].values:
-        values = [row.values[metric] for row in rows]
-        interval = bootstrap_interval(values, seed=seed, clusters=[row.document for row in rows])
-        worst = worst_decile(values, higher_is_worse=metric not in _LOWER_IS_WORSE)
-        summary[metric] = {"mean": interval.mean, "low": interval.low, "high": interval.high, "worst_decile": worst}
-    return summary
+def seconds_per_item(out: Path) -> dict[str, float]:
+    """Mean CPU time of an item by row, of all runs in this directory."""
+    path = out / SECONDS_FILE
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    spent: dict[str, list[float]] = {}
+    for line in lines:
+        row, num_items, seconds = json.loads(line)
+        total = spent.setdefault(row, [0.0, 0.0])
+        total[0], total[1] = total[0] + num_items, total[1] + seconds
+    return {row: seconds / num_items for row, (num_items, seconds) in spent.items()}
 
 
-def _add_gaps(table: dict[str, dict[str, Any]]) -> None:
-    metric = "f1" if "f1" in table["oracle"] else "nll"
-    oracle, nothing = table["oracle"][metric]["mean"], table[NO_CACHE][metric]["mean"]
-    if oracle != nothing:
-        for summary in table.values():
-            summary["gap_recovered"] = gap_recovered(summary[metric]["mean"], nothing, oracle)
+def checked_translator(config: PairConfig) -> Translator:
+    """The pair's artifact, if it was fitted with the settings that the pair file has now."""
+    translator = translators.load(config.translator_path())
+    if translator.manifest.config_digest != config.method_digest():
+        raise EvaluationError(
+            f"{config.translator_path()} was fitted with other settings than the pair file has now; run `scd-trt distill`"
+        )
+    return translator
+
+
+def _open(config: PairConfig, plan: EvaluationPlan, translator: Translator, out: Path, progress: Progress) -> Bench:
+    manifest = translator.manifest
+    can_fit = manifest.policy != "exact" and same_shape(manifest.producer, manifest.consumer)
+    needs_fits, with_families = fits_needed(plan.controls)
+    fits = _fits(config, out, progress, with_families=with_families) if can_fit and needs_fits else None
+    progress.stage("load both models", 2)
+    producer, consumer = _load(config.producer, progress), _load(config.consumer, progress)
+    check_pair(producer.spec, consumer.spec, allow_other_shape=manifest.policy == "rd")
+    translator.check_producer(producer.spec)
+    translator.check_consumer(consumer.spec)
+    for row in plan.rows:
+        check_length(row.name, row.context_tokens, consumer.spec.max_position)
+    return Bench(producer, consumer, chosen_controls(controls(consumer, translator, fits), plan.controls))
+
+
+def chosen_controls(found: dict[str, Control], names: Sequence[str]) -> dict[str, Control]:
+    """The named controls (none: all), with the oracle.
+
+    Raises:
+        EvaluationError: a name that this pair has no control of, or nothing to compare with the oracle.
+    """
+    known = [*found, NO_CACHE]
+    for name in names:
+        if name not in known:
+            raise EvaluationError(f"control {name!r} does not exist for this pair; {choice(name, known)}")
+    chosen = {name: control for name, control in found.items() if not names or name in names or name == ORACLE}
+    if len(chosen) < 2:
+        raise EvaluationError(
+            f"nothing to compare with {ORACLE} and {NO_CACHE}, which are always measured; {choice('', known)}"
+        )
+    return chosen
+
+
+def check_length(row: str, context_tokens: int | None, max_position: int) -> None:
+    """Refuse contexts that the consumer cannot hold."""
+    if context_tokens is not None and context_tokens >= max_position:
+        raise EvaluationError(
+            f"{row}: the consumer holds {max_position} tokens, with what follows the context; ask for shorter --contexts"
+        )
 
 
 def _settings(config: PairConfig, plan: EvaluationPlan, translator: Translator) -> dict[str, Any]:
-    tokens_per_block = config.engine.tokens_per_block
-    text = json.dumps([translator.manifest.fingerprint, config.method_digest(), tokens_per_block, asdict(plan)])
+    parts = [translator.manifest.fingerprint, config.method_digest(), config.engine.tokens_per_block, asdict(plan)]
+    text = json.dumps([MEASURE_VERSION, *parts])
     return {"settings": hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), "plan": asdict(plan)}
 
 
@@ -194,126 +189,23 @@ class _ItemLog:
         with self._path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps([asdict(row) for row in measured], sort_keys=True) + "\n")
 
+    def note_seconds(self, row: str, num_items: int, seconds: float) -> None:
+        with (self._path.parent / SECONDS_FILE).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps([row, num_items, round(seconds, 3)]) + "\n")
+
     def read(self) -> list[Measured]:
         lines = self._path.read_text(encoding="utf-8").splitlines()[1:]
         return [Measured(**row) for line in lines for row in json.loads(line)]
 
-    def num_done(self, task: str) -> int:
-        return len({row.item for row in self.read() if row.task == task})
+    def num_done(self, row: str) -> int:
+        return len({measured.item for measured in self.read() if measured.task == row})
 
 
-@dataclass(frozen=True)
-class _Bench:
-    """Both models, the translator and the controls made of them."""
-
-    config: PairConfig
-    producer: LoadedModel
-    consumer: LoadedModel
-    translator: Translator
-    controls: dict[str, Control]
-
-    @classmethod
-    def open(cls, config: PairConfig, out: Path, progress: Progress) -> _Bench:
-        translator = translators.load(config.translator_path())
-        if translator.manifest.config_digest != config.method_digest():
-            raise EvaluationError(
-                f"{config.translator_path()} was fitted with other settings than the pair file has now; run `scd-trt distill`"
-            )
-        fits = _fits(config, out, progress) if translator.manifest.policy != "exact" else None
-        progress.stage("load both models", 2)
-        producer, consumer = _load(config.producer, progress), _load(config.consumer, progress)
-        check_pair(producer.spec, consumer.spec)
-        translator.check_producer(producer.spec)
-        translator.check_consumer(consumer.spec)
-        return cls(config, producer, consumer, translator, controls(consumer, translator, fits))
-
-    def bytes_per_token(self) -> dict[str, float]:
-        return {name: control.bytes_per_token for name, control in self.controls.items()} | {NO_CACHE: 0.0}
-
-    def items(self, task: TaskName, plan: EvaluationPlan, *, skip: int) -> Iterator[list[Measured]]:
-        return self._texts(plan, skip) if task == "text" else self._questions(task, plan, skip)
-
-    @torch.no_grad()
-    def _texts(self, plan: EvaluationPlan, skip: int) -> Iterator[list[Measured]]:
-        sequences = text_sequences(
-            self.consumer.tokenizer,
-            self.config.heldout.source,
-            "test",
-            num_sequences=plan.num_items,
-            sequence_tokens=heldout_length(self.config.heldout),
-            seed=plan.seed,
-        )
-        for index in range(skip, len(sequences)):
-            yield self._text(index, sequences)
-
-    def _text(self, index: int, sequences: Sequence[Sequence[int]]) -> list[Measured]:
-        num_prefix = self.config.heldout.prefix_tokens
-        own, other = (torch.tensor(sequences[(index + step) % len(sequences)]) for step in (0, 1))
-        tail, targets = own[num_prefix:-1], own[num_prefix + 1 :]
-        caches = self._caches(own[:num_prefix], other[:num_prefix])
-        logits = forward_with_cache(
-            self.consumer, tail, stacked(caches, self.consumer.dtype), start_position=num_prefix
-        )
-        by_control = dict(zip(caches, logits, strict=True))
-        positions = torch.arange(num_prefix, num_prefix + len(tail))
-        without = trace(self.consumer, tail, capture={"logits"}, positions=positions).logits_TV
-        if without is None:
-            raise EvaluationError("the consumer returned no logits")
-        by_control[NO_CACHE] = without
-        rows = []
-        for name, found in by_control.items():
-            compared = compare_logits(by_control["oracle"].float(), found.float(), targets_T=targets)
-            values = {"kl": compared.kl, "top1_agreement": compared.top1_agreement, "nll": compared.nll}
-            rows.append(Measured("text", index, str(index), name, values))
-        return rows
-
-    @torch.no_grad()
-    def _questions(self, task: str, plan: EvaluationPlan, skip: int) -> Iterator[list[Measured]]:
-        asked = questions(task, split="test", limit=plan.num_items, seed=plan.seed)
-        for index in range(skip, len(asked)):
-            # the mismatched cache is that of a question about another text
-            others = [question for question in asked[index:] + asked[:index] if question.digest != asked[index].digest]
-            if not others:
-                raise EvaluationError(f"{task}: all {len(asked)} questions are about one text; ask for more items")
-            yield self._question(task, index, asked[index], others[0])
-
-    def _question(self, task: str, index: int, question: Question, other: Question) -> list[Measured]:
-        ids, other_ids = self._prompt_ids(question), self._prompt_ids(other)
-        block = self.config.engine.tokens_per_block
-        num_prefix = num_sent_blocks(len(ids), block) * block
-        caches = self._caches(torch.tensor(ids[:num_prefix]), torch.tensor(other_ids))
-        tail = ids[num_prefix:]
-        layers = stacked(caches, self.consumer.dtype)
-        answers = greedy(self.consumer, layers, tail, first_position=num_prefix, max_tokens=MAX_ANSWER_TOKENS)
-        said = dict(zip(caches, answers, strict=True))
-        nothing = empty_cache(self.consumer)
-        (said[NO_CACHE],) = greedy(
-            self.consumer, nothing, tail, first_position=num_prefix, max_tokens=MAX_ANSWER_TOKENS
-        )
-        rows = []
-        for name, tokens in said.items():
-            text = self.consumer.tokenizer.decode(tokens, skip_special_tokens=True).strip()
-            values = {"f1": f1(text, question.answers), "exact_match": exact_match(text, question.answers)}
-            rows.append(Measured(task, index, question.digest, name, values))
-        return rows
-
-    def _caches(self, own: torch.Tensor, other: torch.Tensor) -> dict[str, list[KvLayer]]:
-        prefix: Prefix = prefix_of(self.producer, self.consumer, own)
-        another = prefix_of(self.producer, self.consumer, other)
-        return {name: control.cache(prefix, another) for name, control in self.controls.items()}
-
-    def _prompt_ids(self, question: Question) -> list[int]:
-        rendered = self.consumer.tokenizer.apply_chat_template(
-            list(prompt(question).messages), add_generation_prompt=True, tokenize=False
-        )
-        ids: list[int] = self.consumer.tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        return ids
-
-
-def _fits(config: PairConfig, out: Path, progress: Progress) -> Fits:
+def _fits(config: PairConfig, out: Path, progress: Progress, *, with_families: bool) -> Fits:
     """What controls need beyond the artifact, from the same calibration text; its moments stay in `out`."""
-    job = prepare(config)
-    statistics = calibrate(job, read_texts(job), out / "calibration", progress, into=layer_statistics(job))
+    job, work = prepare(config), out / "calibration"
+    texts = read_texts(job)
+    statistics = calibrate(job, texts, work, progress, into=layer_statistics(job))
     layers = range(job.num_layers)
     ridge = config.method.ridge
     reuse = LayerFits(statistics, ridge)
@@ -323,6 +215,7 @@ def _fits(config: PairConfig, out: Path, progress: Progress) -> Fits:
             RidgeLayer(ridge_map(statistics[layer, "k"], ridge), ridge_map(statistics[layer, "v"], ridge))
             for layer in layers
         ),
+        baselines=fit_baselines(job, texts, statistics, work, progress) if with_families else None,
     )
 
 

@@ -6,6 +6,8 @@ The context comes first in the prompt, so that all questions about one text shar
     user: "{context}\\n\\nQuestion: {question}"
 
 Questions are split with their context (`corpus.split_of`): no text is in two splits.
+Several documents (`piled_questions`): documents of one split, of both sets, are laid one after the other into contexts of a
+given length; each is used once. Questions are about one of the documents, the others are hay.
 DisflQA's unanswerable questions (their answer is the word "unknown") are left out: a model that always says "unknown" would
 score on them without reading anything, which would hide a broken cache.
 
@@ -21,7 +23,8 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 from scd_trt.config import ScdError
@@ -31,6 +34,15 @@ Task = Literal["narrativeqa", "disflqa"]
 TASKS: tuple[Task, ...] = get_args(Task)
 
 UNANSWERABLE = "unknown"
+
+QUESTIONS_PER_PILE = 4
+"""Questions about each context of several documents: they share its cost, but are no independent draws."""
+
+_PILE_SEPARATOR = "\n\n"
+_SEPARATOR_TOKENS = 2
+"""At most, in any tokenizer."""
+
+_FULL_PILE = 0.75
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -90,6 +102,43 @@ def questions(task: str, *, split: Split = "test", limit: int | None = None, see
     return _grouped_by_context(found[:limit])
 
 
+def piled_questions(
+    num_tokens: Callable[[str], int],
+    *,
+    context_tokens: int,
+    limit: int | None = None,
+    split: Split = "test",
+    seed: int = 0,
+) -> list[Question]:
+    """Questions about one of several documents that share a context; questions about one context stand together.
+
+    Of each context `QUESTIONS_PER_PILE` are asked, about as many different documents as can be; fewer where `limit` is so
+    small that there would not be two contexts.
+
+    Args:
+        num_tokens: length of a text in the consumer's tokens.
+        context_tokens: contexts are at most this long, and at least 3/4 of it.
+        limit: at most so many questions (None: all); fewer if the split has no more documents.
+    Raises:
+        TaskError: the split cannot fill one context with at least two documents, or `limit` is not positive.
+    """
+    if limit is not None and limit < 1:
+        raise TaskError(f"multidoc: {limit} questions were asked for; ask for at least one")
+    by_document: dict[str, list[Question]] = {}
+    for task in TASKS:
+        for question in questions(task, split=split, seed=seed):
+            by_document.setdefault(question.context, []).append(question)
+    piles = _piles({context: num_tokens(context) for context in by_document}, context_tokens, random.Random(seed))
+    each = QUESTIONS_PER_PILE if limit is None else max(1, min(QUESTIONS_PER_PILE, limit // 2))
+    asked = [question for pile in piles for question in _about(pile, by_document)[:each]]
+    if not asked:
+        raise TaskError(
+            f"multidoc: the {split} split cannot fill a context of {context_tokens} tokens with two documents; "
+            "choose a length between 512 and 8192"
+        )
+    return asked[:limit]
+
+
 def prompt(question: Question) -> Prompt:
     """The chat prompt of a question, context first."""
     shared_text = f"{question.context}\n\nQuestion: "
@@ -146,6 +195,43 @@ def _all_questions(task: str) -> Iterator[Question]:
         if answers:
             context = row["passage"].strip()
             yield Question(context, " ".join(row["question"].split()), answers, text_digest(context))
+
+
+def _piles(lengths: dict[str, int], context_tokens: int, generator: random.Random) -> list[list[str]]:
+    """Documents in random order, each laid on the current pile if it fits; what is left begins the next one."""
+    remaining = [document for document in lengths if lengths[document] <= context_tokens]
+    generator.shuffle(remaining)
+    piles = []
+    while remaining:
+        pile = _fill(remaining, lengths, context_tokens)
+        full = sum(lengths[document] for document in pile) >= _FULL_PILE * context_tokens
+        if full and len(pile) > 1:
+            piles.append(pile)
+            remaining = [document for document in remaining if document not in set(pile)]
+        else:
+            # nothing goes well with this document: the others may fill a pile without it
+            remaining = remaining[1:]
+    return piles
+
+
+def _fill(documents: list[str], lengths: dict[str, int], context_tokens: int) -> list[str]:
+    pile, room = [], context_tokens
+    for document in documents:
+        if lengths[document] <= room:
+            pile.append(document)
+            room -= lengths[document] + _SEPARATOR_TOKENS
+    return pile
+
+
+def _about(pile: list[str], by_document: dict[str, list[Question]]) -> list[Question]:
+    """A pile's questions: the first of documents spread over the pile, then the second ones."""
+    context = _PILE_SEPARATOR.join(pile)
+    digest = text_digest(context)
+    step = max(1, len(pile) // QUESTIONS_PER_PILE)
+    spread = [document for start in range(step) for document in pile[start::step]]
+    in_turn = [question for row in zip_longest(*(by_document[document] for document in spread)) for question in row]
+    chosen = [question for question in in_turn if question is not None][:QUESTIONS_PER_PILE]
+    return [replace(question, context=context, digest=digest) for question in chosen]
 
 
 def _answers(row: dict[str, Any]) -> tuple[str, ...]:

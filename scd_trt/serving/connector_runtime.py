@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -58,6 +59,8 @@ class ConnectorRuntime:
         consumer: the receiving session (decode role).
         store: codes by block key; on the decode side the same object as `consumer.store`.
         lane: what the codes travel over, in words.
+        is_guarded: the prefill role refuses text that lies beyond calibration (`method.guard`).
+        on_cut: is told of each prompt that the guard cuts: blocks kept, blocks refused.
     """
 
     translator: Translator
@@ -66,6 +69,8 @@ class ConnectorRuntime:
     producer: Producer | None = None
     consumer: Consumer | None = None
     lane: str = ""
+    is_guarded: bool = False
+    on_cut: Callable[[int, int], None] = lambda num_kept, num_refused: None
     unfinished_pushes: dict[str, Push] = field(default_factory=dict)
     promises: dict[int, PinnedBlocks] = field(default_factory=dict)
 
@@ -135,9 +140,13 @@ class ConnectorRuntime:
             "fingerprint": translator.manifest.fingerprint,
             "layout": layout,
         }
+        is_guarded = role == "prefill" and config.method.guard == "cut"
+        if is_guarded:
+            translator.check_guard()
         transport = open_transport(config.transport)
         if role == "prefill":
-            return cls(translator, layout, store, producer=Producer(transport, **session), lane=transport.lane)
+            producer = Producer(transport, **session)
+            return cls(translator, layout, store, producer=producer, lane=transport.lane, is_guarded=is_guarded)
         return cls(translator, layout, store, consumer=Consumer(transport, store=store, **session), lane=transport.lane)
 
     def close(self) -> None:

@@ -95,7 +95,7 @@ class Courier:
             self._give_up(handover)
         if handover.fallback in _PREFILL_IS_DOWN:
             self._health.failed(time.monotonic())
-        elif handover.choice == "send" and handover.fallback is None:
+        elif handover.choice == "send" and handover.fallback in (None, "guarded"):
             self._health.succeeded()
 
     async def close(self) -> None:
@@ -111,7 +111,12 @@ class Courier:
         if handover.choice != "local":
             handover.report = await self._report(handover.transfer_id)
         tokens_per_block = self._config.engine.tokens_per_block
-        if handover.fallback is None and handover.is_unmatched(usage, tokens_per_block):
+        if handover.guarded_blocks:
+            num_kept = handover.granted_blocks - handover.guarded_blocks
+            self._metrics.count_guarded(num_kept=num_kept, num_refused=handover.guarded_blocks)
+        if handover.is_partly_guarded:
+            handover.fallback = None
+        elif handover.fallback is None and handover.is_unmatched(usage, tokens_per_block):
             handover.fallback = "not_matched"
         if handover.fallback is not None:
             self._metrics.count_fallback(handover.fallback)

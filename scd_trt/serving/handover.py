@@ -56,7 +56,7 @@ class Handover:
 
     Attributes:
         choice: `stored` where the decode worker had the whole prefix already.
-        fallback: why the decode worker prefilled by itself; None where it did not.
+        fallback: why the decode worker prefilled by itself; None where it did not, or computed only what the guard cut off.
         prefill_computed_tokens: prompt tokens that the prefill worker did not have cached.
         stages_s: what the router timed itself.
         report: what the decode worker knows of the transfer, fetched after its answer.
@@ -77,6 +77,17 @@ class Handover:
     def elapsed_s(self) -> float:
         """Seconds since the request arrived."""
         return time.perf_counter() - self.start_s
+
+    @property
+    def guarded_blocks(self) -> int:
+        """Blocks that the producer's guard refused; they were granted and did not come."""
+        report = self.report
+        return report.num_granted - report.num_landed if report is not None and report.reason == "guarded" else 0
+
+    @property
+    def is_partly_guarded(self) -> bool:
+        """True where the guard cut the prompt and the decode worker used what came before the cut."""
+        return self.fallback == "guarded" and self.report is not None and bool(self.report.matched_tokens)
 
     def is_unmatched(self, usage: Mapping[str, Any] | None, tokens_per_block: int) -> bool:
         """True where codes lay ready and the engine used neither them nor blocks of its own."""
@@ -110,6 +121,7 @@ class Handover:
             "prompt_tokens": self.prompt_tokens,
             "matched_tokens": report.matched_tokens if report else None,
             "stored_blocks": self.stored_blocks,
+            "guarded_blocks": self.guarded_blocks,
             "bytes_sent": sent_bytes,
             "dense_bytes": dense_bytes,
             "ratio": round(dense_bytes / sent_bytes, 4) if sent_bytes else None,

@@ -11,6 +11,8 @@ is not in its list is counted as "other", so that no peer or client can make ser
     scd_encode_seconds  scd_transfer_seconds  scd_decode_seconds
     scd_transfers_total{outcome}          landed | stored | failed
     scd_fallback_total{reason}            requests whose consumer prefilled by itself, and why
+    scd_guarded_requests_total{extent}    part | whole: the guard refused some blocks of a prompt, or all that were to be sent
+    scd_guarded_blocks_total              blocks that it refused, those behind the first beyond its limit included
     scd_code_store_bytes  scd_inflight_transfers  scd_translator_info{fingerprint}  scd_transport_info{lane}
 """
 
@@ -79,6 +81,8 @@ class ServerMetrics:
         self._decode_s = self._histogram("scd_decode_seconds", "Decoding of one prompt's codes", _STAGE_BUCKETS_S)
         self._transfers = self._counter("scd_transfers", "Transfers that are over", "outcome")
         self._fallbacks = self._counter("scd_fallback", "Requests whose consumer prefilled by itself", "reason")
+        self._guarded = self._counter("scd_guarded_requests", "Prompts cut by the guard", "extent")
+        self._guarded_blocks = self._counter("scd_guarded_blocks", "Blocks that the guard refused")
         self._store_bytes = self._gauge("scd_code_store_bytes", "Bytes in the code store")
         self._in_flight = self._gauge("scd_inflight_transfers", "Transfers that are going on")
         self._translator = self._gauge("scd_translator_info", "Translator in use", "fingerprint")
@@ -122,6 +126,11 @@ class ServerMetrics:
     def count_fallback(self, reason: str) -> None:
         """One request whose consumer prefilled by itself."""
         self._fallbacks.labels(reason if reason in self._reasons else OTHER).inc()
+
+    def count_guarded(self, *, num_kept: int, num_refused: int) -> None:
+        """One prompt cut by the guard: blocks sent before the cut, and blocks refused."""
+        self._guarded.labels("part" if num_kept else "whole").inc()
+        self._guarded_blocks.inc(num_refused)
 
     def watch_code_store(self, num_bytes: Callable[[], float]) -> None:
         """Ask `num_bytes` at every scrape."""

@@ -7,10 +7,14 @@ which tokens are computed into which blocks. It never promises tokens.
 
 Worker, for each such prompt:
 - blocks whose codes the store has are sent at the first iteration, before anything is computed;
-- after the last layer of a group has run, the blocks that this iteration filled are gathered, encoded and queued for
-  sending, which does not wait for the network: codes of layer l travel while layer l + 1 computes;
+- after the last source layer of a group has run (and of the groups before it, which leave first), the blocks that this
+  iteration filled are gathered, encoded and queued for sending, which does not wait for the network: codes of layer l travel
+  while layer l + 1 computes;
 - a block that a chunk boundary cuts is encoded when it is full; of Patch layers the attention input of its first part is
   kept until then, at most B - 1 rows for each such layer;
+- where the pair is guarded (`method.guard: cut`), the encoder prices each block in each group; at the first block beyond the
+  limit the prompt is cut: no group of it or of later blocks is sent from then on, and a block of which a group is missing
+  is never published. Blocks before the cut stay. Nothing that was refused enters the store;
 - blocks that came from the engine's own prefix cache, and whose codes the store has forgotten, are encoded from the pool.
   A Patch layer's input is not in the pool: there the push ends, and its reason becomes `not_encoded`.
 
@@ -22,18 +26,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from scd_trt.codec import Encoder, LayerInput
+from scd_trt.codec import Encoder, LayerInput, num_blocks_within
 from scd_trt.kv_cache import gather_tokens
 from scd_trt.serving.connector_api import ConnectorRequest, RequestData, SchedulerOutput
 from scd_trt.serving.connector_runtime import ConnectorOrderError, ConnectorRuntime, request_salt
 from scd_trt.transfer.session import Push
 from scd_trt.transfer.store import StoreFullError
+from scd_trt.translator import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +151,9 @@ class PrefillWorker:
         runtime.require_producer()
         self._runtime = runtime
         self._encoder = Encoder(runtime.translator)
+        self._is_guarded = runtime.is_guarded
         self._patch_layers = frozenset(runtime.translator.manifest.patch_layers)
-        self._group_ending_at = {stop - 1: group for group, (_, stop) in enumerate(self._encoder.groups)}
+        self._groups_ready_at = groups_ready_at(runtime.translator.manifest)
         self._pushes: dict[int, _PushProgress] = {}
         self._active: list[_PushProgress] = []
         self._view: Tensor | None = None
@@ -184,9 +191,8 @@ class PrefillWorker:
                 progress.hold(layer_idx, x_TM[first : first + progress.step.stop - progress.step.start])
 
     def save_kv_layer(self, layer_idx: int) -> None:
-        """Encode and send what this iteration filled, if the layer is the last of its group."""
-        group = self._group_ending_at.get(layer_idx)
-        if group is not None:
+        """Encode and send what this iteration filled, if the layer is the last that a group waits for."""
+        for group in self._groups_ready_at.get(layer_idx, ()):
             for progress in self._active:
                 self._encode(progress, group)
 
@@ -228,12 +234,26 @@ class PrefillWorker:
         blocks = progress.ready_blocks
         if blocks and progress.push.reason is None:
             began_s = time.perf_counter()
-            inputs = [self._layer_input(progress, layer) for layer in range(*self._encoder.groups[group])]
+            sources = self._runtime.translator.manifest.source_layers(group)
+            inputs = [self._layer_input(progress, layer) for layer in sources]
             positions_T = torch.arange(progress.next_token, blocks.stop * progress.tokens_per_block)
-            codes_TC = self._encoder.encode(group, inputs, positions_T, seq_len=progress.step.stop)
+            codes_TC = self._codes(progress, group, inputs, positions_T)
             progress.codes.append(codes_TC)
-            progress.push.send(group, blocks.start, codes_TC)
             progress.encode_s += time.perf_counter() - began_s
+            if progress.is_done:
+                self._finish(progress)
+            else:
+                progress.push.send(group, blocks.start, codes_TC)
+
+    def _codes(self, progress: _PushProgress, group: int, inputs: Sequence[LayerInput], positions_T: Tensor) -> Tensor:
+        """Codes of the blocks that are ready, less those that the guard refuses."""
+        seq_len = progress.step.stop
+        if not self._is_guarded:
+            return self._encoder.encode(group, inputs, positions_T, seq_len=seq_len)
+        encoded = self._encoder.encode_guarded(group, inputs, positions_T, seq_len=seq_len)
+        num_within = num_blocks_within(encoded.novelty_T, progress.tokens_per_block)
+        progress.refuse_from(progress.next_block + num_within)
+        return encoded.codes_TC[: len(progress.ready_blocks) * progress.tokens_per_block]
 
     def _layer_input(self, progress: _PushProgress, layer: int) -> LayerInput:
         if self._view is None:
@@ -251,7 +271,9 @@ class PrefillWorker:
             raise ConnectorOrderError(
                 f"{len(progress.codes)} of {self._runtime.layout.num_groups} layer groups were saved in an iteration"
             )
-        codes = [codes_TC.reshape(len(blocks), -1) for codes_TC in progress.codes]
+        # a later group may have refused blocks that earlier ones had encoded
+        num_tokens = len(blocks) * progress.tokens_per_block
+        codes = [codes_TC[:num_tokens].reshape(len(blocks), -1) for codes_TC in progress.codes]
         entries_N = torch.cat(codes, dim=1).cpu().numpy()
         for block, entry in zip(blocks, entries_N, strict=True):
             try:
@@ -262,8 +284,24 @@ class PrefillWorker:
                 return
 
     def _finish(self, progress: _PushProgress) -> None:
-        progress.push.finish(encode_ms=progress.encode_s * 1e3)
-        self._runtime.unfinished_pushes.pop(progress.step.transfer_id, None)
+        if self._runtime.unfinished_pushes.pop(progress.step.transfer_id, None) is None:
+            return
+        blocks, cut, encode_ms = progress.push.blocks, progress.stop_block, progress.encode_s * 1e3
+        if cut < blocks.stop and progress.push.reason is None:
+            logger.info("request %d: beyond calibration from block %d on", progress.step.request_id, cut)
+            progress.push.cut(cut, encode_ms=encode_ms)
+            self._runtime.on_cut(cut - blocks.start, blocks.stop - cut)
+        else:
+            progress.push.finish(encode_ms=encode_ms)
+
+
+def groups_ready_at(manifest: Manifest) -> dict[int, list[int]]:
+    """Groups that can be encoded once a producer layer has run: all their sources have, and no earlier group waits."""
+    last, ready = 0, dict[int, list[int]]()
+    for group in range(len(manifest.groups)):
+        last = max(last, *manifest.source_layers(group))
+        ready.setdefault(last, []).append(group)
+    return ready
 
 
 class _PushProgress:
@@ -272,6 +310,7 @@ class _PushProgress:
     Attributes:
         step: the iteration that runs now.
         next_block: first block of the prompt whose codes were not sent.
+        stop_block: first block that will not be sent: the end of the push, or where the guard cuts the prompt.
         num_computed: tokens of the prompt that earlier iterations have put into the pool.
         codes: of the present iteration's blocks, one tensor for each group so far.
         is_cut: the rest cannot be encoded.
@@ -282,7 +321,7 @@ class _PushProgress:
         self.tokens_per_block = tokens_per_block
         self.num_computed = num_computed
         self.step = step
-        self.next_block = push.blocks.start
+        self.next_block, self.stop_block = push.blocks.start, push.blocks.stop
         self.codes: list[Tensor] = []
         self.encode_s = 0.0
         self.is_cut = False
@@ -296,13 +335,18 @@ class _PushProgress:
     @property
     def is_done(self) -> bool:
         """Nothing is left to send, or nothing more can be."""
-        return self.is_cut or self.next_block >= self.push.blocks.stop
+        return self.is_cut or self.next_block >= self.stop_block
 
     @property
     def ready_blocks(self) -> range:
         """Blocks that are full after this iteration and not sent yet."""
-        stop = min(self.push.blocks.stop, self.step.stop // self.tokens_per_block)
+        stop = min(self.stop_block, self.step.stop // self.tokens_per_block)
         return range(self.next_block, max(stop, self.next_block))
+
+    def refuse_from(self, block: int) -> None:
+        """The guard refuses this block; one behind those that are ready is not refused."""
+        if block < self.ready_blocks.stop:
+            self.stop_block = block
 
     def hold(self, layer: int, x_TM: Tensor) -> None:
         """Add rows of this iteration to those kept of a block that is not full yet."""

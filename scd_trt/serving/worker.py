@@ -71,6 +71,7 @@ def build_worker(config: PairConfig, role: Role) -> Worker:
     metrics.set_translator(translator.manifest.fingerprint)
     metrics.set_transport(runtime.lane)
     metrics.watch_code_store(lambda: runtime.store.statistics().num_bytes)
+    runtime.on_cut = lambda kept, refused: metrics.count_guarded(num_kept=kept, num_refused=refused)
     app = create_app(
         engine,
         model_id=config.name,

@@ -74,8 +74,8 @@ class _Session:
 class Push:
     """The blocks `blocks` (indices in the prompt) of one prompt, for every layer group, to one decode worker.
 
-    The forward thread calls `send` in any order of groups and blocks, then `finish`, or `abort` at any time. A failed push
-    (`reason`) stays failed and ignores further calls: the forward pass goes on, the consumer prefills for itself.
+    The forward thread calls `send` in any order of groups and blocks, then `finish` or `cut`, or `abort` at any time. A
+    failed push (`reason`) stays failed and ignores further calls: the forward pass goes on, the consumer prefills for itself.
     """
 
     def __init__(self, producer: Producer, connection: Connection, session: _Session, grant: Grant) -> None:
@@ -129,6 +129,20 @@ class Push:
         with self._lock:
             self._encode_ms = encode_ms
             self._state.finish()
+        self._producer.trace.record("finished", self.transfer_id)
+        self._settle()
+
+    def cut(self, first_block: int, *, encode_ms: float | None = None) -> None:
+        """The guard refuses the blocks from `first_block` (index in the prompt) on: nothing more will be sent.
+
+        What was sent of earlier blocks is still written and used; the consumer computes the rest, and is told `guarded`.
+        """
+        if first_block not in self.blocks:
+            raise ValueError(f"the cut at block {first_block} is not in the planned {self.blocks}")
+        with self._lock:
+            self._encode_ms = encode_ms
+            self._state.cut("guarded")
+        self._producer.count("guarded_blocks", self.blocks.stop - first_block)
         self._producer.trace.record("finished", self.transfer_id)
         self._settle()
 
@@ -238,7 +252,7 @@ class Push:
             write_ms = None
             if self._first_posted_s is not None and self._last_written_s is not None:
                 write_ms = max(0.0, (self._last_written_s - self._first_posted_s) * 1e3)
-            ended = Ended(self.transfer_id, self._state.num_written, self._state.reason, self._encode_ms, write_ms)
+            ended = Ended(self.transfer_id, self._state.num_written, self._state.end_reason, self._encode_ms, write_ms)
         self._producer.control.call(self._producer.push_ended, self, ended)
 
     def tell(self, ended: Ended) -> None:
@@ -313,8 +327,13 @@ class Producer:
                     return push
         return None
 
+    def count(self, what: str, number: int) -> None:
+        """Add to a counter; from any thread."""
+        with self._lock:
+            self._counters[what] += number
+
     def statistics(self) -> dict[str, int]:
-        """Counters since the start: grants, planned, ended, and ended_<reason> for each failure."""
+        """Counters since the start: granted, planned, ended, ended_<reason> for each failure, guarded_blocks."""
         with self._lock:
             return dict(self._counters)
 

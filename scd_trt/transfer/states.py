@@ -6,6 +6,9 @@ Producer, `Sending`:   open -> finishing -> ended | failed
 Terminal states are sticky and keep their first reason; every transition may be repeated. A transfer being terminal does not
 make its extent reusable: that needs the producer's word that no write of it is outstanding (`ended`), or a fence.
 
+A push that the producer cuts short on purpose (`CUT_REASONS`) fails too, but what it has queued is still written and still
+counts: both sides wait for it, so that the blocks before the cut can be used.
+
 Block indices are relative to the granted blocks. Times are seconds of one monotonic clock, given by the caller.
 """
 
@@ -29,10 +32,14 @@ FallbackReason = Literal[
     "timeout",
     "digest_mismatch",
     "not_encoded",
+    "guarded",
     "aborted",
     "unknown_transfer",
 ]
 FALLBACK_REASONS: tuple[FallbackReason, ...] = get_args(FallbackReason)
+CUT_REASONS: frozenset[FallbackReason] = frozenset({"guarded"})
+"""Reasons that spare the blocks before the cut."""
+
 LandingState = Literal["waiting", "landing", "landed", "failed"]
 
 
@@ -52,6 +59,7 @@ class Landing:
         self.first_landing_s: float | None = None
         self.last_landing_s: float | None = None
         self.num_writes: int | None = None
+        self._shortfall: FallbackReason = "not_encoded"
         self._num_landed_writes = 0
         self._rejected: set[tuple[int, int, int]] = set()
         self._landed_GN = np.zeros((num_groups, num_blocks), dtype=bool)
@@ -113,7 +121,9 @@ class Landing:
         """The producer says that it has written `num_writes` times and has nothing outstanding."""
         if self.num_writes is None:
             self.num_writes = num_writes
-        if reason is not None:
+        if reason in CUT_REASONS:
+            self._shortfall = reason
+        elif reason is not None:
             self.fail(reason)
         self._check_end()
 
@@ -130,7 +140,7 @@ class Landing:
 
     def _check_end(self) -> None:
         if self.num_writes is not None and self.num_processed >= self.num_writes:
-            self.fail("not_encoded")
+            self.fail(self._shortfall)
 
 
 class Sending:
@@ -144,6 +154,7 @@ class Sending:
     def __init__(self, *, num_groups: int, num_blocks: int) -> None:
         self.reason: FallbackReason | None = None
         self.is_finishing = False
+        self._cut: FallbackReason | None = None
         self.num_in_flight = 0
         self.num_written = 0
         self._sent_GN = np.zeros((num_groups, num_blocks), dtype=bool)
@@ -152,6 +163,11 @@ class Sending:
     def is_failed(self) -> bool:
         """No further write will be posted."""
         return self.reason is not None
+
+    @property
+    def end_reason(self) -> FallbackReason | None:
+        """What the consumer is told: why the push failed, else why it was cut."""
+        return self.reason or self._cut
 
     @property
     def is_drained(self) -> bool:
@@ -194,6 +210,11 @@ class Sending:
         self.is_finishing = True
         if not self._sent_GN.all():
             self.fail("not_encoded")
+
+    def cut(self, reason: FallbackReason) -> None:
+        """No more writes will be queued, on purpose; those that are queued are still done."""
+        if not self.is_finishing:
+            self.is_finishing, self._cut = True, reason
 
     def fail(self, reason: FallbackReason) -> None:
         """Give up, unless given up already."""
