@@ -160,8 +160,12 @@ class RopeTables:
         half = cos.shape[-1]
         x = x_THD.float()
         first, second = x[..., :half], x[..., half : 2 * half]
-        turned = (first * cos - second * sin, second * cos + first * sin, x[..., 2 * half :])
-        return torch.cat(turned, dim=-1).to(x_THD.dtype)
+        # into place: a prompt's keys are turned twice, and temporaries cost more than the arithmetic
+        turned = torch.empty_like(x)
+        torch.mul(first, cos, out=turned[..., :half]).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=turned[..., half : 2 * half]).addcmul_(first, sin)
+        turned[..., 2 * half :] = x[..., 2 * half :]
+        return turned.to(x_THD.dtype)
 
 
 class Rope:
