@@ -204,3 +204,17 @@ def test_no_prefix_or_nothing_to_score_is_refused(model, scored_tokens):
 def test_nothing_folded_in_has_no_weights(model):
     with pytest.raises(ValueError, match="no sequence was folded in"):
         FisherWeights(model, seed=0).weights()
+
+
+def test_sinks_have_no_say(model):
+    ids = _ids(24)
+    every, without = FisherWeights(model, seed=0), FisherWeights(model, seed=0, num_sink_tokens=6)
+    every.update(ids, scored_tokens=8)
+    without.update(ids, scored_tokens=8)
+    assert not torch.allclose(every.sum_L2F, without.sum_L2F, rtol=1e-3)
+    # sums over 16 tokens less those over 10 leave the six sinks' own, which cannot be negative
+    sinks_L2F = 16 * every.sum_L2F - 10 * without.sum_L2F
+    assert bool((sinks_L2F >= -1e-12 * every.sum_L2F).all())
+    assert float(sinks_L2F.sum()) > 0
+    with pytest.raises(ValueError, match="6 are sinks"):
+        without.update(ids[:14], scored_tokens=8)

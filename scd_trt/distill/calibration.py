@@ -44,7 +44,7 @@ Ids = tuple[tuple[int, ...], ...]
 NUM_SINK_TOKENS = 4
 """First tokens of a sequence that are left out of the statistics of groups: attention sinks, with outlying keys."""
 
-METHOD_VERSION = 2
+METHOD_VERSION = 3
 """Part of the key: raise it when the same input must give another artifact."""
 
 

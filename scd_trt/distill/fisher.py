@@ -14,6 +14,9 @@ errors are priced as if they were independent.
 Keys are weighted before RoPE, where codes live: the gradient of a rotated key is rotated back.
 One backward pass serves all T positions: with random signs r_t, `E[(sum_t r_t g_t)^2] = sum_t g_t^2` (Hutchinson).
 
+Attention sinks are left out: attention reads them so much that their gradients would set the weights of all tokens, while
+their own rows are coded around means of their position and lose nothing (`transform.SinkRows`).
+
 Weights are shrunk towards the mean of their layer and kind: elements that the sample hardly touched are not free.
 Arithmetic: model in float32, sums in float64. Deterministic for a seed.
 """
@@ -62,8 +65,10 @@ class ErrorWeights:
 class FisherWeights:
     """Accumulates the Fisher information of a consumer's cache."""
 
-    def __init__(self, consumer: LoadedModel, *, seed: int) -> None:
+    def __init__(self, consumer: LoadedModel, *, seed: int, num_sink_tokens: int = 0) -> None:
+        """Rows of the first `num_sink_tokens` positions have no say."""
         self._consumer = consumer
+        self._num_sinks = num_sink_tokens
         self._generator = torch.Generator().manual_seed(seed)
         self._num_scored = 0
         spec = consumer.spec
@@ -83,8 +88,11 @@ class FisherWeights:
             ValueError: nothing is left for the prefix.
         """
         num_prefix = len(token_ids) - scored_tokens
-        if num_prefix < 1 or scored_tokens < 1:
-            raise ValueError(f"{len(token_ids)} tokens cannot be split into a prefix and {scored_tokens} scored tokens")
+        if num_prefix <= self._num_sinks or scored_tokens < 1:
+            raise ValueError(
+                f"{len(token_ids)} tokens cannot be split into a prefix and {scored_tokens} scored tokens; of the prefix "
+                f"{self._num_sinks} are sinks, which have no say"
+            )
         traced = trace(self._consumer, token_ids[:num_prefix], capture={"kv"})
         layers = [
             (k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in cache_layers(self._consumer, traced)
@@ -127,5 +135,5 @@ class FisherWeights:
             tables = rope.tables(positions_S, seq_len=num_prefix)
             grad_k = tables.strip(gradients[2 * layer]) * tables.attention_scaling**2
             for kind, gradient in enumerate((grad_k, gradients[2 * layer + 1])):
-                gradient_HSD = gradient.transpose(0, 1).double()
-                self.sum_L2HDD[layer, kind] += gradient_HSD.transpose(1, 2) @ gradient_HSD / num_prefix
+                gradient_HSD = gradient[self._num_sinks :].transpose(0, 1).double()
+                self.sum_L2HDD[layer, kind] += gradient_HSD.transpose(1, 2) @ gradient_HSD / gradient_HSD.shape[1]

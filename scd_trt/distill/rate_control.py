@@ -137,7 +137,8 @@ def error_weights(
         return ErrorWeights.equal(job.consumer.num_layers, job.consumer.kv_dim)
 
     def weigh() -> dict[str, Tensor]:
-        weights = FisherWeights((models or PairModels(job)).consumer(), seed=method.seed)
+        consumer = (models or PairModels(job)).consumer()
+        weights = FisherWeights(consumer, seed=method.seed, num_sink_tokens=texts.num_sink_tokens)
         num_sequences = num_fisher_sequences(job)
         progress.stage("weigh errors by their effect", num_sequences)
         for ids in texts.calibration[:num_sequences]:
