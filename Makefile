@@ -55,7 +55,8 @@ results: $(READY) ## the tables of docs/results.md: every pair, every control (h
 	$(BIN)/python benchmarks/results.py
 
 bench: $(READY) ## every benchmark but the results, figures as ratios within one run
-	@for file in $(filter-out benchmarks/results.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@missed=0; for file in $(filter-out benchmarks/results.py,$(wildcard benchmarks/*.py)); do \
+		echo "== $$file"; $(BIN)/python $$file || missed=1; done; exit $$missed
 
 clean: ## remove the virtual environment and caches of the tools
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -12,7 +12,8 @@ each element, or a matrix), all in float64:
 so that `cell = clamp(floor((x - mean) @ encode), -2^(b-1), 2^(b-1) - 1)` with `encode = W w^1/2 U_S / step`, and
 `y ~ (cell + 1/2) * step @ U_S' w^-1/2 + mean_y = cell @ decode + bias`. Both matrices are stored in bfloat16; bias and
 shifts of sinks are computed from the matrices as they are stored, so that rounding moves neither means nor sinks. Nothing
-is refitted to the rounded matrices: rounding adds 0.1 % to the distortion of the codes (docs/method.md).
+is refitted to the rounded matrices: on the demo pair the rounded encoder adds 0.1 % to the error of components of up to six
+bits, 0.7 % to those of eight.
 
 Predicted loss in nats per scored token is `1/2 * S_prefix * (sum_c s_c D(b_c) + translation)`, `translation` being the
 weighted variance that no linear map of the features explains; it is the floor that no rate gets below.
