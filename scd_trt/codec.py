@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from scd_trt.bit_packing import pack, unpack
-from scd_trt.model_spec import ModelSpec
-from scd_trt.rope import Rope
+from scd_trt.rope import Rope, shared_ropes
 from scd_trt.translator import (
     MATRIX_DTYPE,
     GroupTransform,
@@ -103,12 +102,12 @@ class _Side:
         return [a == b for a, b in zip(manifest.producer.rope, manifest.consumer.rope, strict=True)]
 
     @cached_property
-    def producer_rope(self) -> list[Rope]:
-        return _ropes(self.translator.manifest.producer)
+    def producer_rope(self) -> tuple[Rope, ...]:
+        return shared_ropes(self.translator.manifest.producer.rope)
 
     @cached_property
-    def consumer_rope(self) -> list[Rope]:
-        return _ropes(self.translator.manifest.consumer)
+    def consumer_rope(self) -> tuple[Rope, ...]:
+        return shared_ropes(self.translator.manifest.consumer.rope)
 
 
 class Encoder(_Side):
@@ -273,12 +272,6 @@ class Decoder(_Side):
         return x_TF.view(len(x_TF), x_TF.shape[1] // head_dim, head_dim)
 
 
-def _ropes(spec: ModelSpec) -> list[Rope]:
-    """Rotary embedding per layer; layers with equal parameters share one, so that a group makes its tables once."""
-    unique = {parameters: Rope(parameters) for parameters in spec.rope}
-    return [unique[parameters] for parameters in spec.rope]
-
-
 def _by_rope(ropes: Sequence[Rope], layers: Sequence[int], x_TGD: Tensor) -> Iterator[tuple[Rope, Tensor]]:
     """Heads of several layers, `[T, num_layers * H, D]`, as runs of layers that rotate alike: mostly all of them."""
     num_heads, start = x_TGD.shape[1] // len(layers), 0
@@ -290,6 +283,21 @@ def _by_rope(ropes: Sequence[Rope], layers: Sequence[int], x_TGD: Tensor) -> Ite
 
 def _kinds(transform: GroupTransform) -> tuple[RowTransform, RowTransform]:
     return transform.keys, transform.values
+
+
+def through_codes(
+    encoder: Encoder, decoder: Decoder, group: int, inputs: Sequence[LayerInput]
+) -> list[tuple[Tensor, Tensor]]:
+    """What a consumer gets of one group for a prompt from its start: keys and values of the group's layers.
+
+    Args:
+        inputs: of all the producer's layers.
+    """
+    num_tokens = inputs[0].k_THD.shape[0]
+    positions_T = torch.arange(num_tokens)
+    given = [inputs[layer] for layer in encoder.translator.manifest.source_layers(group)]
+    codes_TC = encoder.encode(group, given, positions_T, seq_len=num_tokens)
+    return decoder.decode(group, codes_TC, positions_T, seq_len=num_tokens)
 
 
 def num_blocks_within(novelty_T: Tensor, tokens_per_block: int) -> int:

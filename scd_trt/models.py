@@ -49,7 +49,7 @@ from scd_trt.model_references import (
     whole_gguf,
 )
 from scd_trt.model_spec import ModelSpec
-from scd_trt.rope import Rope, RopeTables
+from scd_trt.rope import Rope, RopeTables, shared_ropes, shared_tables
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,7 @@ class LoadedModel:
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:
         """Rotary embedding per layer; layers with equal parameters share one object."""
-        unique = {parameters: Rope(parameters) for parameters in self.spec.rope}
-        return tuple(unique[parameters] for parameters in self.spec.rope)
+        return shared_ropes(self.spec.rope)
 
     @property
     def device(self) -> torch.device:
@@ -534,8 +533,7 @@ def _normed(loaded: LoadedModel, attention: Any, norm: str, flat: Tensor) -> Ten
 
 
 def _tables(loaded: LoadedModel, positions_T: Tensor, seq_len: int) -> list[RopeTables]:
-    unique = {rope: rope.tables(positions_T, seq_len=seq_len) for rope in set(loaded.ropes)}
-    return [unique[rope] for rope in loaded.ropes]
+    return shared_tables(loaded.ropes, positions_T, seq_len=seq_len)
 
 
 def _converted(source: GgufSource, root: Path, tell: Progress) -> Path:

@@ -18,7 +18,7 @@ Errors: `RopeError` names the parameter, its value and what is supported.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -206,6 +206,18 @@ class Rope:
         if seq_len is None:
             raise RopeError("rope type 'dynamic' rotates by the length of the sequence: pass seq_len")
         return _dynamic_frequencies(self.parameters, seq_len)
+
+
+def shared_ropes(parameters: Sequence[RopeParameters]) -> tuple[Rope, ...]:
+    """Rotary embedding per layer; layers with equal parameters share one object."""
+    unique = {found: Rope(found) for found in parameters}
+    return tuple(unique[found] for found in parameters)
+
+
+def shared_tables(ropes: Sequence[Rope], positions_T: Tensor, *, seq_len: int | None) -> list[RopeTables]:
+    """Tables per layer; layers that share a rotary embedding share them."""
+    unique = {rope: rope.tables(positions_T, seq_len=seq_len) for rope in set(ropes)}
+    return [unique[rope] for rope in ropes]
 
 
 def _required_fields(rope_type: RopeType) -> tuple[str, ...]:

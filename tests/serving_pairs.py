@@ -17,6 +17,27 @@ from scd_trt.config import PairConfig, load_pair
 from scd_trt.distill.pipeline import distill
 from scd_trt.serving.launcher import Child, serving_group
 
+
+def loopback_config(tokens_per_block: int, **sections: Any) -> PairConfig:
+    """A pair for engines in one process, whose models the test opens itself; `sections` change single keys.
+
+    The guard is off: such tests serve random prompts, which are beyond any calibration text.
+    """
+    data: dict[str, Any] = {
+        "name": "tiny",
+        "producer": {"model": "a"},
+        "consumer": {"model": "b"},
+        "calibration": {"source": "none"},
+        "heldout": {"source": "none"},
+        "method": {"guard": "off"},
+        "engine": {"tokens_per_block": tokens_per_block, "num_blocks": 64, "max_num_tokens": 1024},
+        "transport": {"backend": "loopback", "arena_bytes": 4 << 20, "send_buffer_bytes": 4 << 20},
+    }
+    for name, section in sections.items():
+        data[name] = data.get(name, {}) | section
+    return PairConfig.model_validate(data)
+
+
 WORDS = [
     "the",
     "cache",

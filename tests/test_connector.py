@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from serving_pairs import loopback_config
 from tiny_models import VOCAB_SIZE, save_perturbed_copy, save_tiny_model
 from tiny_translators import group_translator, random_group
 
@@ -95,19 +96,7 @@ def paper_translator(producer: LoadedModel, consumer: LoadedModel, **changed: An
 
 
 def pair_config(**sections: Any) -> PairConfig:
-    data: dict[str, Any] = {
-        "name": "tiny",
-        "producer": {"model": "a"},
-        "consumer": {"model": "b"},
-        "calibration": {"source": "none"},
-        "heldout": {"source": "none"},
-        "method": {"guard": "off"},
-        "engine": {"tokens_per_block": B, "num_blocks": 64, "max_num_tokens": 1024},
-        "transport": {"backend": "loopback", "arena_bytes": 4 << 20, "send_buffer_bytes": 4 << 20},
-    }
-    for name, section in sections.items():
-        data[name] = data.get(name, {}) | section
-    return PairConfig.model_validate(data)
+    return loopback_config(B, **sections)
 
 
 @dataclass

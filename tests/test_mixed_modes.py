@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from serving_pairs import loopback_config
 from tiny_models import VOCAB_SIZE, save_perturbed_copy, save_tiny_model
 from tiny_translators import random_affine, random_group
 from torch import Tensor
@@ -60,18 +61,7 @@ def translator(pair: tuple[LoadedModel, LoadedModel]) -> Translator:
 
 
 def _config() -> PairConfig:
-    return PairConfig.model_validate(
-        {
-            "name": "tiny",
-            "producer": {"model": "a"},
-            "consumer": {"model": "b"},
-            "calibration": {"source": "none"},
-            "heldout": {"source": "none"},
-            "method": {"guard": "off"},
-            "engine": {"tokens_per_block": BLOCK, "num_blocks": 64, "max_num_tokens": 1024},
-            "transport": {"backend": "loopback", "arena_bytes": 4 << 20, "send_buffer_bytes": 4 << 20},
-        }
-    )
+    return loopback_config(BLOCK)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from serving_pairs import loopback_config
 from tiny_models import VOCAB_SIZE, save_tiny_model
 from tiny_translators import group_translator, random_group
 from torch import Tensor
@@ -124,18 +125,7 @@ def test_served_codes_are_byte_identical_to_offline_ones(
     stack: ExitStack, model: LoadedModel, translator: Translator, tokens_per_block: int, max_num_tokens: int
 ) -> None:
     """Whatever chunks prefill computes and whatever blocks are ready after each."""
-    config = PairConfig.model_validate(
-        {
-            "name": "tiny",
-            "producer": {"model": "a"},
-            "consumer": {"model": "b"},
-            "method": {"guard": "off"},
-            "calibration": {"source": "none"},
-            "heldout": {"source": "none"},
-            "engine": {"tokens_per_block": tokens_per_block, "num_blocks": 64, "max_num_tokens": max_num_tokens},
-            "transport": {"backend": "loopback", "arena_bytes": 4 << 20, "send_buffer_bytes": 4 << 20},
-        }
-    )
+    config = loopback_config(tokens_per_block, engine={"max_num_tokens": max_num_tokens})
     prompt = random.Random(1).choices(range(4, VOCAB_SIZE), k=300)
     served = _Served(stack, model, translator, config)
     landed = served.hand_over(prompt)

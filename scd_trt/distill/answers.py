@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scd_trt.codec import Decoder, Encoder, LayerInput
+from scd_trt.codec import Decoder, Encoder, LayerInput, through_codes
 from scd_trt.config import ScdError
 from scd_trt.corpus import split_of, text_digest
 from scd_trt.distill.plan import Job
@@ -223,11 +223,5 @@ def _producer_rows(
 
 
 def _decoded(encoder: Encoder, decoder: Decoder, inputs: Sequence[LayerInput]) -> list[KvLayer]:
-    num_tokens = inputs[0].k_THD.shape[0]
-    positions_T = torch.arange(num_tokens)
-    layers: list[KvLayer] = []
-    for group in range(len(encoder.groups)):
-        given = [inputs[layer] for layer in encoder.translator.manifest.source_layers(group)]
-        codes_TC = encoder.encode(group, given, positions_T, seq_len=num_tokens)
-        layers += decoder.decode(group, codes_TC, positions_T, seq_len=num_tokens)
-    return layers
+    groups = range(len(encoder.groups))
+    return [layer for group in groups for layer in through_codes(encoder, decoder, group, inputs)]

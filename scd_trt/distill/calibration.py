@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -190,16 +190,35 @@ def calibrate(
     models: PairModels | None = None,
 ) -> PairStatistics:
     """Fold the calibration text into empty moments, going on from `work` where an earlier run was interrupted."""
-    statistics = into
-    path = work / f"{texts.key}.safetensors"
+
+    def fold(remaining: Ids) -> Iterator[None]:
+        for traced_A, traced_B in paired_traces(job, remaining, _captured(job), models=models):
+            _fold(job, into, traced_A, traced_B, num_sinks=texts.num_sink_tokens)
+            yield
+
+    return fold_resumably(into, texts, work / f"{texts.key}.safetensors", progress, stage="calibrate", fold=fold)
+
+
+def fold_resumably(
+    statistics: PairStatistics,
+    texts: Texts,
+    path: Path,
+    progress: Progress,
+    *,
+    stage: str,
+    fold: Callable[[Ids], Iterable[None]],
+) -> PairStatistics:
+    """Fold the calibration text into empty moments, going on from what an earlier run has left in `path`.
+
+    Args:
+        fold: folds sequences in, and yields after each.
+    """
     if path.exists():
         statistics.restore(path, key=texts.key)
-    work.mkdir(parents=True, exist_ok=True)
-    remaining = texts.calibration[statistics.num_sequences :]
-    progress.stage("calibrate", len(texts.calibration))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    progress.stage(stage, len(texts.calibration))
     progress.advance(statistics.num_sequences)
-    for traced_A, traced_B in paired_traces(job, remaining, _captured(job), models=models):
-        _fold(job, statistics, traced_A, traced_B, num_sinks=texts.num_sink_tokens)
+    for _ in fold(texts.calibration[statistics.num_sequences :]):
         if statistics.num_sequences % SAVE_EVERY_SEQUENCES == 0 or statistics.num_sequences == len(texts.calibration):
             statistics.save(path, key=texts.key)
         progress.advance()

@@ -77,6 +77,13 @@ class DistortionTable:
         """Distortion of each of these widths."""
         return np.array(self.distortion)[np.searchsorted(self.widths, widths)]
 
+    def steps(self, widths_S: Tensor, deviation_S: Tensor) -> Tensor:
+        """Steps of components of these widths and standard deviations, float64."""
+        loading_S = torch.tensor(
+            [self.loading[self.widths.index(int(width))] for width in widths_S], dtype=torch.float64
+        )
+        return 2 * loading_S * deviation_S / torch.exp2(widths_S.double())
+
 
 @lru_cache
 def gaussian_table(widths: tuple[int, ...] = WIDTHS, *, headroom: float = 1.0) -> DistortionTable:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scd_trt.codec import Decoder, Encoder, LayerInput
+from scd_trt.codec import Decoder, Encoder, LayerInput, through_codes
 from scd_trt.evaluate.metrics import LogitComparison, compare_logits
 from scd_trt.model_spec import same_shape
 from scd_trt.models import LoadedModel, cache_layers, forward_with_cache, trace
@@ -98,14 +98,10 @@ class Heldout:
         groups = [index for index, group in enumerate(translator.manifest.groups) if wanted.intersection(range(*group))]
         encoder, decoder = Encoder(translator), Decoder(translator)
         for sequence in self.sequences:
-            num_tokens = sequence.inputs[0].k_THD.shape[0]
-            positions_S = torch.arange(num_tokens)
             kept = sequence.sources.setdefault(name, {})
             for group in groups:
                 start, stop = translator.manifest.groups[group]
-                inputs = [sequence.inputs[layer] for layer in translator.manifest.source_layers(group)]
-                codes_SC = encoder.encode(group, inputs, positions_S, seq_len=num_tokens)
-                decoded = decoder.decode(group, codes_SC, positions_S, seq_len=num_tokens)
+                decoded = through_codes(encoder, decoder, group, sequence.inputs)
                 kept.update(zip(range(start, stop), map(self._as_pool, decoded), strict=True))
 
     def add_mismatched(self, name: str, mixture: Mixture) -> None:

@@ -125,13 +125,12 @@ def row_transform(
     """The maps of the components that are sent, in packing order."""
     sent_S = allocation.sent_S
     widths_S = allocation.widths_C[sent_S]
-    loading_S = torch.tensor([table.loading[table.widths.index(int(width))] for width in widths_S], dtype=torch.float64)
     # a packing unit may carry a component without spread, a millionth of the largest: the rounding of a float64 variance;
     # any step will do for it, whatever the unit of the weights
     least = max(float(found.variance_C.max().sqrt()) * 1e-6, torch.finfo(torch.float32).tiny)
     deviation_S = found.variance_C[sent_S].sqrt().clamp_min(least)
     has_spread_S = deviation_S > least
-    step_S = 2 * loading_S * deviation_S / torch.exp2(widths_S.double())
+    step_S = table.steps(widths_S, deviation_S)
     decode_SO = (found.synthesise_CO[sent_S] * step_S[:, None]).to(MATRIX_DTYPE).contiguous()
     encode_IS = (found.analyse_IC[:, sent_S] / step_S).to(MATRIX_DTYPE).contiguous()
     half_I = _half_step(encode_IS[:, has_spread_S])

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from scd_trt.codec import Decoder, Encoder, LayerInput
 from scd_trt.models import CacheLayers, LoadedModel, PartialLayers, cache_layers, holes, trace
-from scd_trt.rope import Rope, RopeTables
+from scd_trt.rope import Rope, RopeTables, shared_tables
 from scd_trt.translator import Translator
 
 KvLayer = tuple[Tensor, Tensor]
@@ -184,9 +184,7 @@ def stripped(model: LoadedModel, keys: Sequence[Tensor]) -> list[Tensor]:
 
 def rope_tables(ropes: Sequence[Rope], num_tokens: int) -> list[RopeTables]:
     """Cosines and sines of a sequence from its start, per layer."""
-    positions_T = torch.arange(num_tokens)
-    unique = {rope: rope.tables(positions_T, seq_len=num_tokens) for rope in set(ropes)}
-    return [unique[rope] for rope in ropes]
+    return shared_tables(ropes, torch.arange(num_tokens), seq_len=num_tokens)
 
 
 def stacked(caches: Mapping[str, list[KvLayer]], dtype: torch.dtype) -> CacheLayers:

@@ -153,8 +153,7 @@ class Kvtc:
         for found, allocation in zip(pcas, allocations, strict=True):
             sent_S = allocation.sent_S
             bits_S = allocation.widths_C[sent_S]
-            loading_S = torch.tensor([table.loading[table.widths.index(int(bits))] for bits in bits_S])
-            step_S = 2 * loading_S * found.variance_C[sent_S].sqrt().float() / torch.exp2(bits_S.float())
+            step_S = table.steps(bits_S, found.variance_C[sent_S].sqrt()).float()
             half_S = torch.exp2(bits_S.float() - 1)
             coders.append(
                 Quantised(found.mean_I, found.vectors_IC[:, sent_S].contiguous(), step_S.clamp_min(1e-12), half_S)

@@ -9,7 +9,7 @@ Errors: `StatisticsError` for a damaged file of partial statistics.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from scd_trt.distill.calibration import SAVE_EVERY_SEQUENCES, Progress, Texts
+from scd_trt.distill.calibration import Ids, Progress, Texts, fold_resumably
 from scd_trt.distill.statistics import Kind, PairStatistics
 from scd_trt.models import LoadedModel, trace
 
@@ -68,18 +68,14 @@ def joint_moments(producer: LoadedModel, texts: Texts, work: Path, progress: Pro
     groups = joint_groups(producer.spec.num_layers, producer.spec.kv_dim)
     widths = [((stop - start) * producer.spec.kv_dim, 0) for start, stop in groups]
     statistics = PairStatistics({(group, kind): width for group, width in enumerate(widths) for kind in _KINDS})
+
+    def fold(remaining: Ids) -> Iterator[None]:
+        for ids in remaining:
+            _fold(statistics, groups, producer, ids)
+            yield
+
     path = work / f"{texts.key}.joint.safetensors"
-    if path.exists():
-        statistics.restore(path, key=texts.key)
-    work.mkdir(parents=True, exist_ok=True)
-    progress.stage("joint statistics of the producer", len(texts.calibration))
-    progress.advance(statistics.num_sequences)
-    for ids in texts.calibration[statistics.num_sequences :]:
-        _fold(statistics, groups, producer, ids)
-        if statistics.num_sequences % SAVE_EVERY_SEQUENCES == 0 or statistics.num_sequences == len(texts.calibration):
-            statistics.save(path, key=texts.key)
-        progress.advance()
-    return statistics
+    return fold_resumably(statistics, texts, path, progress, stage="joint statistics of the producer", fold=fold)
 
 
 @torch.no_grad()
