@@ -15,6 +15,7 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -53,6 +54,10 @@ class Run:
     @property
     def pair_file(self) -> Path:
         return self.directory / "pair.yaml"
+
+    @property
+    def moments(self) -> Path:
+        return self.directory.parent / f"{self.pair}-moments"
 
     def results(self) -> dict[str, Any]:
         """What `scd-trt evaluate` wrote."""
@@ -99,8 +104,8 @@ def scd_trt(*arguments: str) -> None:
 
 
 def measure(run: Run, items: str, tasks: tuple[str, ...]) -> None:
-    """Fit and evaluate one pair at one rate."""
-    scd_trt("distill", str(run.pair_file))
+    """Fit and evaluate one pair at one rate; both rates start from the same moments."""
+    scd_trt("distill", str(run.pair_file), "--work", str(run.moments))
     chosen = [part for task in tasks for part in ("--task", task)]
     wanted = ",".join(part for part in items.split(",") if part.partition("=")[0] in tasks) or items
     scd_trt("evaluate", str(run.pair_file), "--out", str(run.directory), "--items", wanted, *chosen)
@@ -229,6 +234,8 @@ def main() -> None:
             if not options.summary_only:
                 measure(run, items, tuple(options.tasks.split(",")))
             runs.append(run)
+        # they take many times an artifact's bytes
+        shutil.rmtree(options.out / f"{pair}-moments", ignore_errors=True)
     page = options.out / "summary.md"
     page.write_text(summary(runs) + "\n", encoding="utf-8")
     print(f"{page}: written")

@@ -379,6 +379,10 @@ def distill(
     pair: PairFile,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be done, load no weights")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="forget partial and finished work on this pair first")] = False,
+    work: Annotated[
+        Path | None,
+        typer.Option(help="directory for the folded calibration text, kept for fitting the pair at another rate"),
+    ] = None,
     frontier: Annotated[
         bool, typer.Option("--frontier", help="also measure loss at many sizes, 4x to 64x; frontier.json and .png")
     ] = False,
@@ -397,7 +401,7 @@ def distill(
         print_json(data) if as_json else _print_fields(f"distill {config.name} would", data)
         return
     with progress_bars() as bars:
-        translator = pipeline.distill(config, progress=bars, resume=not fresh, trace_frontier=frontier)
+        translator = pipeline.distill(config, progress=bars, resume=not fresh, trace_frontier=frontier, work=work)
     manifest = translator.manifest
     points = report.read_frontier(config.translator_path(), manifest) if frontier else []
     if as_json:

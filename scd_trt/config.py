@@ -59,6 +59,13 @@ class ModelConfig(Section):
     dtype: Dtype = Field("bfloat16", description="dtype of weights and KV pool when serving")
 
 
+_RATE_SETTINGS = {
+    *("bytes_per_token", "max_kl", "max_relative_f1_loss", "f1_loss_rule"),
+    *("headroom", "max_matrix_share", "guard", "guard_rate"),
+}
+"""Keys of `method` that are used after the calibration text has been folded."""
+
+
 class MethodConfig(Section):
     """How the translator is fitted (METHOD, section 1)."""
 
@@ -307,9 +314,14 @@ class PairConfig(Section):
     def method_digest(self) -> str:
         """Digest of every setting that the artifact depends on (models, method, calibration, held-out text)."""
         # every artifact of policy rd can be guarded: whether a server does so is no matter of the fit
-        text = self.model_dump_json(
-            include={"producer", "consumer", "method", "calibration", "heldout"}, exclude={"method": {"guard"}}
-        )
+        return self._digest({"producer", "consumer", "method", "calibration", "heldout"}, without={"guard"})
+
+    def moments_digest(self) -> str:
+        """Digest of the settings that the moments of calibration depend on: not the rate, nor what is made of the moments."""
+        return self._digest({"producer", "consumer", "method", "calibration"}, without=_RATE_SETTINGS)
+
+    def _digest(self, sections: set[str], *, without: set[str]) -> str:
+        text = self.model_dump_json(include=sections, exclude={"method": without})
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -543,7 +543,7 @@ def test_sequences_that_are_all_sinks_are_refused(models, text, tmp_path):
 
 def test_sinks_are_what_all_sequences_begin_with():
     def count(*sequences):
-        return calibration.Texts(sequences, (), "key").num_sink_tokens
+        return calibration.Texts(sequences, (), "key", "moments").num_sink_tokens
 
     opening = (1, 3, 9, 9, 9, 9)
     assert count((*opening, *range(20, 40)), (*opening, *range(30, 50))) == 6
@@ -555,7 +555,7 @@ def test_sinks_are_what_all_sequences_begin_with():
 
 def test_sink_rows_are_the_mean_rows_of_first_positions(models, text, tmp_path):
     job = prepare(_config(models, text, tmp_path / "t", policy="rd"))
-    texts = calibration.Texts(((5, 6, 7, 8, 9, 10, 11, 12), (5, 60, 70, 80, 90, 100, 110, 120)), (), "key")
+    texts = calibration.Texts(((5, 6, 7, 8, 9, 10, 11, 12), (5, 60, 70, 80, 90, 100, 110, 120)), (), "key", "moments")
     empty = calibration.group_statistics(job, num_sink_tokens=4)
     statistics = calibration.calibrate(job, texts, tmp_path / "work", calibration.SilentProgress(), into=empty)
     found = statistics.first_rows.means(2)
@@ -569,7 +569,7 @@ def test_sink_rows_are_the_mean_rows_of_first_positions(models, text, tmp_path):
                 )  # float64 sums of two
     assert found[0].shape == (3, 2, 4, 32)
     again = calibration.group_statistics(job, num_sink_tokens=4)
-    again.restore(tmp_path / "work" / "key.safetensors", key="key")
+    again.restore(tmp_path / "work" / "moments.safetensors", key="moments")
     assert torch.equal(again.first_rows.sum_a, statistics.first_rows.sum_a)
     assert torch.equal(again.first_rows.sum_b, statistics.first_rows.sum_b)
 
@@ -583,6 +583,21 @@ def test_weights_are_kept_when_a_run_is_interrupted_after_them(rd, rd_config):
     assert "weigh errors by their effect" not in progress.stages
     assert _files(rd_config.translator_path()) == _files(rd[0].translator_path())
     assert not kept.exists()
+
+
+def test_another_rate_starts_from_the_moments_that_are_kept(rd, models, text, tmp_path):
+    work = tmp_path / "work"
+    for name, size in (("small", 40), ("large", 70)):
+        progress = Recorder()
+        config = _config(models, text, tmp_path / name, policy="rd", bytes_per_token=size)
+        pipeline.distill(config, progress=progress, work=work)
+        is_first = name == "small"
+        assert progress.advances[2] == (0 if is_first else progress.totals["calibrate"])
+        assert ("weigh errors by their effect" in progress.stages) == is_first
+    assert _files(tmp_path / "large") == _files(rd[0].translator_path())
+    config = _config(models, text, tmp_path / "other", policy="rd", bytes_per_token=70, group_layers=1)
+    pipeline.distill(config, work=work)
+    assert len(list(work.glob("*.fisher.safetensors"))) == 2
 
 
 def test_damaged_weights_are_told(rd_config):

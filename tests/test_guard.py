@@ -272,7 +272,7 @@ def test_off_and_cut_share_an_artifact(tiny: TinyPair) -> None:
 
 def test_one_sequence_cannot_say_what_is_unusual(tiny: TinyPair) -> None:
     job = prepare(tiny.config)
-    texts = Texts(calibration=((1, 2, 3),), heldout=(), key="")
+    texts = Texts(calibration=((1, 2, 3),), heldout=(), key="", moments_key="")
     with pytest.raises(guard.GuardError, match="two calibration sequences, found 1"):
         guard.fit(job, texts, None, SilentProgress(), models=PairModels(job))  # type: ignore[arg-type]
 

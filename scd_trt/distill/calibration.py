@@ -96,11 +96,17 @@ class PairModels:
 
 @dataclass(frozen=True)
 class Texts:
-    """Token ids of both samples, the held-out questions, and the key under which work on them is kept."""
+    """Token ids of both samples, the held-out questions, and names of what is made of them.
+
+    Attributes:
+        key: names the artifact: all settings, weights and token ids.
+        moments_key: names what is folded from the calibration text, which artifacts of several rates can share.
+    """
 
     calibration: Ids
     heldout: Ids
     key: str
+    moments_key: str
     questions: tuple[Asked, ...] = ()
 
     @cached_property
@@ -137,7 +143,10 @@ def read_texts(job: Job) -> Texts:
             seed=seed,
         )
     asked = read_questions(job, tokenizer) if job.asks_questions else ()
-    return Texts(calibration_ids, heldout_ids, _key(job, calibration_ids, heldout_ids, asked), asked)
+    key = _key(job, calibration_ids, heldout_ids, asked)
+    return Texts(
+        calibration_ids, heldout_ids, key, _digest(job, job.config.moments_digest(), calibration_ids), questions=asked
+    )
 
 
 def heldout_length(heldout: HeldoutConfig) -> int:
@@ -196,7 +205,9 @@ def calibrate(
             _fold(job, into, traced_A, traced_B, num_sinks=texts.num_sink_tokens)
             yield
 
-    return fold_resumably(into, texts, work / f"{texts.key}.safetensors", progress, stage="calibrate", fold=fold)
+    return fold_resumably(
+        into, texts, work / f"{texts.moments_key}.safetensors", progress, stage="calibrate", fold=fold
+    )
 
 
 def fold_resumably(
@@ -214,13 +225,13 @@ def fold_resumably(
         fold: folds sequences in, and yields after each.
     """
     if path.exists():
-        statistics.restore(path, key=texts.key)
+        statistics.restore(path, key=texts.moments_key)
     path.parent.mkdir(parents=True, exist_ok=True)
     progress.stage(stage, len(texts.calibration))
     progress.advance(statistics.num_sequences)
     for _ in fold(texts.calibration[statistics.num_sequences :]):
         if statistics.num_sequences % SAVE_EVERY_SEQUENCES == 0 or statistics.num_sequences == len(texts.calibration):
-            statistics.save(path, key=texts.key)
+            statistics.save(path, key=texts.moments_key)
         progress.advance()
     return statistics
 
@@ -260,7 +271,7 @@ def choose_sources(job: Job, texts: Texts, work: Path, progress: Progress, *, mo
             for group, layers in enumerate(job.groups)
         }
 
-    found = kept(work / f"{texts.key}.sources.safetensors", choose)
+    found = kept(work / f"{texts.moments_key}.sources.safetensors", choose)
     return replace(job, sources=tuple(tuple(found[str(group)].tolist()) for group in range(len(job.groups))))
 
 
@@ -328,10 +339,13 @@ def _chat_opening(tokenizer: Any) -> list[int]:
 
 
 def _key(job: Job, calibration: Ids, heldout: Ids, questions: Sequence[Asked]) -> str:
-    models = [job.producer.weights_digest, job.consumer.weights_digest]
     asked = [asdict(question) for question in questions]
-    parts = [METHOD_VERSION, job.config.method_digest(), *models, calibration, heldout, asked]
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+    return _digest(job, job.config.method_digest(), calibration, heldout, asked)
+
+
+def _digest(job: Job, *parts: Any) -> str:
+    whole = [METHOD_VERSION, job.producer.weights_digest, job.consumer.weights_digest, *parts]
+    return hashlib.blake2b(json.dumps(whole).encode(), digest_size=16).hexdigest()
 
 
 def _captured(job: Job) -> Set[Capture]:

@@ -11,10 +11,12 @@ Stages, in order:
 These are policy `paper`'s; `rd` has its own between open and write (`rd`). Policy `exact` sends the pool's rows: nothing is
 calibrated, and quality is measured only where the models differ.
 
-Unfinished work lies in `.<artifact>.partial` beside the artifact, under a key of settings, weights and token ids; the next
-run with this key goes on from there. A finished artifact with this key is returned as it is. Nothing in the artifact depends
-on time, host or interruptions: same input, same bytes. With `trace_frontier` the finely traced frontier lies beside the
-manifest (`report.FRONTIER_FILE`), whichever run traced it; asked of a finished artifact, it is traced from the text again.
+Unfinished work lies in `.<artifact>.partial` beside the artifact, under a key of weights, token ids and the settings that
+the moments depend on; the next run with this key goes on from there. In a directory of the user's it is kept, so that the
+pair can be fitted at another rate without reading the text again. A finished artifact of the same settings is returned as
+it is. Nothing in the artifact depends on time, host or interruptions: same input, same bytes. With `trace_frontier` the
+finely traced frontier lies beside the manifest (`report.FRONTIER_FILE`), whichever run traced it; asked of a finished
+artifact, it is traced from the moments again.
 
 Memory: two models, O(width^2) moments per layer, held-out caches; none of it grows with the calibration text.
 """
@@ -82,7 +84,12 @@ class Choice:
 
 
 def distill(
-    config: PairConfig, *, progress: Progress | None = None, resume: bool = True, trace_frontier: bool = False
+    config: PairConfig,
+    *,
+    progress: Progress | None = None,
+    resume: bool = True,
+    trace_frontier: bool = False,
+    work: Path | None = None,
 ) -> Translator:
     """Fit, measure and write the translator of a pair; a finished one of the same inputs is returned as it is.
 
@@ -90,6 +97,7 @@ def distill(
         progress: is told what is being done.
         resume: go on from an earlier run; False forgets it.
         trace_frontier: measure at many rates, and write that beside the artifact.
+        work: directory of unfinished work, which is then kept: another rate of the pair starts from the same moments.
     Raises:
         ScdError: what in the pair file, the models or the texts the user can cure.
     """
@@ -103,20 +111,22 @@ def distill(
     texts = read_texts(job)
     tell.advance()
     directory = config.translator_path()
-    work = directory.parent / f".{directory.name}.partial"
+    is_kept, work = work is not None, work or directory.parent / f".{directory.name}.partial"
     models = PairModels(job)
     finished = None
     if resume:
         finished = _finished(directory, job, texts)
     else:
-        shutil.rmtree(work, ignore_errors=True)
+        for path in work.glob(f"{texts.moments_key}.*"):
+            path.unlink()
     if finished is None:
         finished = _distilled(job, texts, work, tell, models, full_frontier=trace_frontier)
     elif trace_frontier and not report.read_frontier(directory, finished.manifest):
         logger.info("the moments of a finished artifact are not kept; the calibration text is read again")
         points = rd.trace(job, texts, work, tell, models)
         report.write(finished.manifest, directory, frontier=points)
-    shutil.rmtree(work, ignore_errors=True)
+    if not is_kept:
+        shutil.rmtree(work, ignore_errors=True)
     return finished
 
 

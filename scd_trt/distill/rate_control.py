@@ -147,7 +147,7 @@ def error_weights(
         found = weights.weights(of_heads=method.weights == "head")
         return {"elements": found.elements_L2F} | ({} if found.heads_L2HDD is None else {"heads": found.heads_L2HDD})
 
-    found = weigh() if work is None else kept(work / f"{texts.key}.fisher.safetensors", weigh)
+    found = weigh() if work is None else kept(work / f"{texts.moments_key}.fisher.safetensors", weigh)
     return ErrorWeights(found["elements"], found.get("heads"))
 
 
