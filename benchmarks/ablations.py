@@ -119,7 +119,7 @@ class Fitted:
         )
         job = prepare(config.model_copy(update={"method": method}))
         texts, models = read_texts(job), PairModels(job)
-        empty = group_statistics(job, num_sink_tokens=texts.num_sink_tokens)
+        empty = group_statistics(job, num_openers=texts.num_openers)
         print(f"calibrating on {len(texts.calibration)} sequences ...", flush=True)
         statistics = calibrate(job, texts, work, SilentProgress(), into=empty, models=models)
         head = error_weights(changed(job, weights="head"), texts, SilentProgress(), models=models, work=work)
@@ -154,8 +154,7 @@ def spectra_of(fitted: Fitted, job: Job, variant: Variant) -> GroupSpectra:
             map_IO = restricted_regression(moments, job, stop - start, variant.reach)
             found[kind].append(decorrelated(moments, map_IO, weights))
             if first is not None and variant.with_sinks:
-                means = first.means(fitted.statistics.num_sequences)
-                sinks.append(SinkRows(*(torch.cat([*rows[start:stop, index]], dim=1) for rows in means)))
+                sinks.append(SinkRows(*(rows[:, start:stop, index].flatten(1) for rows in first.means())))
     share = variant.share or 1.0
     return GroupSpectra(
         tuple(found["group_k"]),

@@ -23,11 +23,12 @@ from pathlib import Path
 import torch
 
 from scd_trt import translator as translators
-from scd_trt.codec import Decoder, Encoder, LayerInput, product_dtype
+from scd_trt.codec import Decoder, Encoder, LayerInput
 from scd_trt.config import load_pair
 from scd_trt.corpus import token_sequences
 from scd_trt.distill.plan import prepare
 from scd_trt.models import LoadedModel, cache_layers, load_model, trace
+from scd_trt.products import product_dtype
 from scd_trt.translator import Translator
 
 DEFAULT = Path(__file__).parents[1] / "engine_configs" / "smollm2-qa" / "pair.yaml"

@@ -2,8 +2,9 @@
 
     python benchmarks/other_openings.py [PAIR.yaml]     default: engine_configs/smollm2-qa/pair.yaml, distilled already
 
-Policy `rd` codes the first positions around the mean rows of calibration, which opens like a chat with the default system
-message (docs/method.md, "Sinks"). Compared: that opening, another system message, and plain text. Raw reuse is the baseline.
+The first token's row travels as the number of a stored one, and three quarters of the calibration text open like a chat with
+the default system message (docs/method.md, "Openings"). Compared: that opening, another system message, and plain text. Raw
+reuse is the baseline.
 """
 
 from __future__ import annotations

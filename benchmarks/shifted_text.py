@@ -312,13 +312,11 @@ def _fetch_debian(package: str, target: Path) -> None:
 def _translated(rows: RowTransform, layers: Sequence[Tensor], num_layers: int) -> list[Tensor]:
     """Rows of each of a group's layers through its components, which are not rounded to cells."""
     x_TI = torch.cat(list(layers), dim=1).float() - rows.mean_I
-    if rows.sink_in_PI is not None:
-        x_TI[: rows.num_sink_tokens] -= rows.sink_in_PI
     # the middle of a cell is half a step above its edge
     decode_SO = rows.decode_SO.float()
     y_TO = (x_TI @ rows.encode_IS.float() - 0.5) @ decode_SO + rows.bias_O
-    if rows.sink_out_PO is not None:
-        y_TO[: rows.num_sink_tokens] += rows.sink_out_PO
+    if rows.sink_in_KI is not None and rows.sink_out_KO is not None:
+        y_TO[0] = rows.sink_out_KO[(rows.sink_in_KI - x_TI[0]).square().sum(1).argmin()]
     return list(y_TO.chunk(num_layers, dim=1))
 
 

@@ -10,10 +10,12 @@ the largest finite value, never infinite.
 Transformed groups: matrices are bfloat16, and products run in `product_dtype()`: bfloat16 where the CPU multiplies that in
 hardware (its terms are added in float32, each sum is rounded to bfloat16), else float32 on the same matrices. Rows are
 centred in float32 before any rounding, sums of components of 8 bits are corrected by what rounding dropped, cells are
-integers that are exact in either dtype, and means are added in float32 after. How a matrix product adds up depends on its
-number of rows, so `Encoder` multiplies tiles of always `TILE_ROWS` rows, the last one filled up with zeros: **codes of a
-token are the same bytes however tokens are cut into calls**, on one machine with one number of threads. Elsewhere a value at
-the edge of a cell may fall on its other side; a decoder takes any codes.
+integers that are exact in either dtype, and means are added in float32 after; what is decoded is rounded once more, to the
+pool's dtype. As products have a fixed number of rows (see `products`), **codes of a token are the same bytes however tokens
+are cut into calls**, on one machine with one number of threads. Elsewhere a value at the edge of a cell may fall on its other
+side; a decoder takes any codes.
+
+Tokens are worked on a tile at a time, in memory that is used again for each: an `Encoder` or `Decoder` serves one thread.
 
 Offline measurement, the servers and the tests all call these two classes.
 """
@@ -24,36 +26,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from scd_trt.bit_packing import pack, unpack
-from scd_trt.rope import Rope, shared_ropes
+from scd_trt.products import TILE_ROWS, Product, Scratch, product_dtype
+from scd_trt.rope import Rope, RopeTables, shared_ropes
 from scd_trt.translator import (
-    MATRIX_DTYPE,
-    GroupTransform,
     PatchLayer,
     ReuseLayer,
-    RowGuard,
     RowTransform,
     Translator,
     TranslatorError,
 )
 
-TILE_ROWS = 128
-"""Rows of each product of an encoder. What costs time is mostly that a product rearranges the matrix: 128 rows take a fifth
-longer than 64, and less than twice as long as the 32 of a single block."""
-
-
+_Kind = TypeVar("_Kind")
+_Turn = Callable[..., Tensor]
 MAX_ROUNDED_WIDTH = 6
 """Bits up to which components may come out of a product in bfloat16. It has a grid of half a step near the ends of 8 bits,
 which adds a tenth to the error of such a component (of 6 bits: a hundredth); wider ones get the rounded part in addition."""
-
-
-def product_dtype() -> torch.dtype:
-    """Dtype in which this machine multiplies: the matrices' own where it has instructions for that, else float32."""
-    return MATRIX_DTYPE if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ class Encoded:
     Attributes:
         codes_TC: uint8 `[T, C]`, C = `bytes_per_token[group]`.
         novelty_T: float32, relative to the limit: a block whose mean exceeds 1 is beyond calibration. The larger one of keys
-            and values; sinks, which have means of their own, count as typical. Zero where a group has no guard, because
+            and values; sinks, whose rows are stored, count as typical. Zero where a group has no guard, because
             its layers are sent as they are, say.
     """
 
@@ -88,6 +81,7 @@ class _Side:
 
     def __init__(self, translator: Translator, *, dtype: torch.dtype | None = None) -> None:
         self.translator = translator
+        self._scratch = Scratch()
         self.product_dtype = dtype or product_dtype()
         manifest = translator.manifest
         self.groups = manifest.groups
@@ -111,7 +105,11 @@ class _Side:
 
 
 class Encoder(_Side):
-    """The producer's half."""
+    """The producer's half; holds the matrices of transformed groups once more, in the order that products take."""
+
+    def __init__(self, translator: Translator, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__(translator, dtype=dtype)
+        self._kinds = _each_kind(translator, partial(_RowEncoder, dtype=self.product_dtype, scratch=self._scratch))
 
     def encode(
         self, group: int, inputs: Sequence[LayerInput], positions_T: Tensor, *, seq_len: int | None = None
@@ -146,42 +144,18 @@ class Encoder(_Side):
         layers = self.translator.manifest.source_layers(group)
         if len(inputs) != len(layers):
             raise ValueError(f"group {group} is computed from {len(layers)} layers, got {len(inputs)} inputs")
-        transform = self.translator.transform(group)
-        if transform is not None:
-            k_TI, v_TI = self._features(layers, inputs, positions_T, seq_len=seq_len)
-            return self._transform(transform, (k_TI, v_TI), positions_T, is_measured=is_measured)
+        kinds = self._kinds[group]
+        if kinds is not None:
+            ropes = [self.producer_rope[layer] for layer in layers]
+            return _encode_kinds(
+                kinds, inputs, _tiles(positions_T, seq_len, ropes, self._scratch), is_measured=is_measured
+            )
         parts = []
         for layer, given in zip(layers, inputs, strict=True):
             strip = partial(self.producer_rope[layer].strip, positions_T=positions_T, seq_len=seq_len)
             parts.append(self._layer(layer, given, strip).view(torch.uint8))
         codes_TC = torch.cat(parts, dim=1)
         return Encoded(codes_TC, torch.zeros(len(codes_TC), device=codes_TC.device))
-
-    def _features(
-        self, layers: Sequence[int], inputs: Sequence[LayerInput], positions_T: Tensor, *, seq_len: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """Keys before RoPE and values of all source layers side by side, float32 `[T, I]`, the caller's to overwrite."""
-        k_TGD = torch.cat([given.k_THD for given in inputs], dim=1).float()
-        v_TGD = torch.cat([given.v_THD for given in inputs], dim=1).float()
-        turned = [
-            rope.tables(positions_T, seq_len=seq_len).strip(part_TGD)
-            for rope, part_TGD in _by_rope(self.producer_rope, layers, k_TGD)
-        ]
-        return torch.cat(turned, dim=1).flatten(1), v_TGD.flatten(1)
-
-    def _transform(
-        self, transform: GroupTransform, features: tuple[Tensor, Tensor], positions_T: Tensor, *, is_measured: bool
-    ) -> Encoded:
-        num_tokens, device, dtype = len(positions_T), positions_T.device, self.product_dtype
-        packed_TC = torch.empty(num_tokens, transform.layout.bytes_per_token, dtype=torch.uint8, device=device)
-        novelty_T = torch.zeros(num_tokens, device=device)
-        sizes = [rows.layout.bytes_per_token for rows in _kinds(transform)]
-        for rows, x_TI, out in zip(_kinds(transform), features, torch.split(packed_TC, sizes, dim=1), strict=True):
-            centred_TI = _centred(rows, x_TI, positions_T)
-            pack(_levels(rows, centred_TI, dtype), rows.layout, out=out, check_range=False)
-            if is_measured and rows.guard is not None:
-                novelty_T = torch.maximum(novelty_T, _novelty(rows, rows.guard, centred_TI, positions_T, dtype=dtype))
-        return Encoded(packed_TC, novelty_T)
 
     def _layer(self, layer: int, given: LayerInput, strip: Callable[[Tensor], Tensor]) -> Tensor:
         maps = self.translator.layers[layer]
@@ -198,7 +172,11 @@ class Encoder(_Side):
 
 
 class Decoder(_Side):
-    """The consumer's half."""
+    """The consumer's half; holds the matrices of transformed groups once more, in the order that products take."""
+
+    def __init__(self, translator: Translator, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__(translator, dtype=dtype)
+        self._kinds = _each_kind(translator, partial(_RowDecoder, dtype=self.product_dtype, scratch=self._scratch))
 
     def decode(
         self, group: int, codes_TC: Tensor, positions_T: Tensor, *, seq_len: int | None = None
@@ -210,7 +188,7 @@ class Decoder(_Side):
             positions_T: position of each token, for applying RoPE.
             seq_len: length that the keys are to be rotated for; only rope type `dynamic` needs it.
         Returns:
-            for each layer: keys and values `[T, H, D]`, float32 (raw layers: `raw_dtype`).
+            for each layer: keys and values `[T, H, D]`, in `raw_dtype` (paper's layers: float32).
         Raises:
             ValueError: the codes have another width or dtype.
         """
@@ -218,9 +196,10 @@ class Decoder(_Side):
             found = f"{codes_TC.dtype} {tuple(codes_TC.shape)}"
             raise ValueError(f"group {group}: codes are {found}; expected uint8 [T, {self.bytes_per_token[group]}]")
         layers = range(*self.groups[group])
-        transform = self.translator.transform(group)
-        if transform is not None:
-            return self._transform(transform, layers, codes_TC, positions_T, seq_len=seq_len)
+        kinds = self._kinds[group]
+        if kinds is not None:
+            ropes = [self.consumer_rope[layer] for layer in layers]
+            return self._transform(kinds, codes_TC, _tiles(positions_T, seq_len, ropes, self._scratch))
         widths = [self.translator.manifest.layer_bytes(layer) for layer in layers]
         parts = torch.split(codes_TC, widths, dim=1)
         decoded = []
@@ -229,21 +208,23 @@ class Decoder(_Side):
             decoded.append(self._layer(layer, part, rotate))
         return decoded
 
+    @torch.no_grad()
     def _transform(
-        self, transform: GroupTransform, layers: range, codes_TC: Tensor, positions_T: Tensor, *, seq_len: int | None
+        self, kinds: tuple[_RowDecoder, _RowDecoder], codes_TC: Tensor, tiles: list[_Tile]
     ) -> list[tuple[Tensor, Tensor]]:
-        sizes = [rows.layout.bytes_per_token for rows in _kinds(transform)]
-        keys_TO, values_TO = (
-            _rows(rows, unpack(part, rows.layout), positions_T, self.product_dtype)
-            for rows, part in zip(_kinds(transform), torch.split(codes_TC, sizes, dim=1), strict=True)
+        sizes = [kind.rows.layout.bytes_per_token for kind in kinds]
+        parts = torch.split(codes_TC, sizes, dim=1)
+        cells = [kind.cells(part_TC) for kind, part_TC in zip(kinds, parts, strict=True)]
+        k_TGD, v_TGD = (
+            self._heads(torch.empty(len(codes_TC), kind.num_outputs, dtype=self.raw_dtype)) for kind in kinds
         )
+        for tile in tiles:
+            # keys and values may share memory until they are copied
+            rows = (kind.decode(cells[at][tile.rows], parts[at], tile) for at, kind in enumerate(kinds))
+            k_TGD[tile.rows] = tile.turned(RopeTables.apply, self._heads(next(rows)))
+            v_TGD[tile.rows] = self._heads(next(rows))
         num_heads = self.translator.manifest.consumer.num_kv_heads
-        k_THD = [
-            one_THD
-            for rope, part_TGD in _by_rope(self.consumer_rope, layers, self._heads(keys_TO))
-            for one_THD in torch.split(rope.tables(positions_T, seq_len=seq_len).apply(part_TGD), num_heads, dim=1)
-        ]
-        return list(zip(k_THD, torch.split(self._heads(values_TO), num_heads, dim=1), strict=True))
+        return list(zip(*(torch.split(x_TGD, num_heads, dim=1) for x_TGD in (k_TGD, v_TGD)), strict=True))
 
     def _layer(self, layer: int, codes_TC: Tensor, rotate: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         maps = self.translator.layers[layer]
@@ -272,17 +253,97 @@ class Decoder(_Side):
         return x_TF.view(len(x_TF), x_TF.shape[1] // head_dim, head_dim)
 
 
-def _by_rope(ropes: Sequence[Rope], layers: Sequence[int], x_TGD: Tensor) -> Iterator[tuple[Rope, Tensor]]:
-    """Heads of several layers, `[T, num_layers * H, D]`, as runs of layers that rotate alike: mostly all of them."""
-    num_heads, start = x_TGD.shape[1] // len(layers), 0
-    for rope, run in groupby(ropes[layer] for layer in layers):
-        stop = start + num_heads * len(list(run))
-        yield rope, x_TGD[:, start:stop]
-        start = stop
+@dataclass(frozen=True)
+class _Tile:
+    """Tokens that are worked on together.
+
+    Attributes:
+        rows: which of a call's they are, at most `TILE_ROWS`.
+        positions_R: their positions.
+        seq_len: see `Encoder.encode`.
+        ropes: of each layer of the keys.
+        scratch: where its rows are put.
+    """
+
+    rows: slice
+    positions_R: Tensor
+    seq_len: int | None
+    ropes: Sequence[Rope]
+    scratch: Scratch
+
+    @cached_property
+    def sinks(self) -> Tensor:
+        """Which of the call's tokens stand at position 0."""
+        starts_R: Tensor = self.positions_R == 0
+        return starts_R.nonzero()[:, 0] + int(self.rows.start)
+
+    def gathered(self, parts: Sequence[Tensor]) -> Tensor:
+        """These rows of several layers side by side, float32 `[R, G, D]`, G = num_layers * H, to be overwritten."""
+        num_layers, (_, num_heads, head_dim) = len(parts), parts[0].shape
+        width = num_layers * num_heads * head_dim
+        joined = self._own("joined", width, parts[0].dtype)
+        torch.cat([part_THD[self.rows].flatten(1) for part_THD in parts], dim=1, out=joined)
+        return self._own("gathered", width, torch.float32).copy_(joined).view(-1, num_layers * num_heads, head_dim)
+
+    def turned(self, turn: _Turn, x_RGD: Tensor) -> Tensor:
+        """Heads of several layers, float32 `[R, G, D]`, each turned by the rotary embedding of its layer."""
+        turned_RGD = self._own("turned", x_RGD.shape[1] * x_RGD.shape[2], torch.float32).view_as(x_RGD)
+        num_heads, start = x_RGD.shape[1] // len(self.ropes), 0
+        # runs of layers that rotate alike: mostly all of them
+        for rope, run in groupby(self.ropes):
+            own = slice(start, start + num_heads * len(list(run)))
+            turn(rope.tables(self.positions_R, seq_len=self.seq_len), x_RGD[:, own], out=turned_RGD[:, own])
+            start = own.stop
+        return turned_RGD
+
+    def _own(self, name: str, num_columns: int, dtype: torch.dtype) -> Tensor:
+        return self.scratch.rows(name, num_columns, dtype)[: len(self.positions_R)]
 
 
-def _kinds(transform: GroupTransform) -> tuple[RowTransform, RowTransform]:
-    return transform.keys, transform.values
+def _tiles(positions_T: Tensor, seq_len: int | None, ropes: Sequence[Rope], scratch: Scratch) -> list[_Tile]:
+    starts = range(0, len(positions_T), TILE_ROWS)
+    rows = [slice(start, min(start + TILE_ROWS, len(positions_T))) for start in starts]
+    return [_Tile(own, positions_T[own], seq_len, ropes, scratch) for own in rows]
+
+
+def _each_kind(translator: Translator, prepare: Callable[[RowTransform], _Kind]) -> list[tuple[_Kind, _Kind] | None]:
+    """Keys and values of each group; None where its layers are coded one by one."""
+    transforms = [translator.transform(group) for group in range(len(translator.manifest.groups))]
+    return [None if found is None else (prepare(found.keys), prepare(found.values)) for found in transforms]
+
+
+@torch.no_grad()
+def _encode_kinds(
+    kinds: tuple[_RowEncoder, _RowEncoder], inputs: Sequence[LayerInput], tiles: list[_Tile], *, is_measured: bool
+) -> Encoded:
+    num_tokens = len(inputs[0].k_THD)
+    levels = [torch.empty(num_tokens, kind.rows.layout.num_components, dtype=torch.uint8) for kind in kinds]
+    numbers = [torch.zeros(num_tokens, dtype=torch.uint8) for _ in kinds]
+    novelty_T = torch.zeros(num_tokens)
+    for tile in tiles:
+        for kind, x_RI, levels_TS, numbers_T in zip(kinds, _features(inputs, tile), levels, numbers, strict=True):
+            operand = kind.operand(x_RI)
+            levels_TS[tile.rows] = kind.levels(operand)[: len(x_RI)]
+            numbers_T[tile.sinks] = kind.sink_numbers(x_RI, tile)
+            if is_measured:
+                torch.maximum(novelty_T[tile.rows], kind.novelty(operand, tile), out=novelty_T[tile.rows])
+    sizes = [kind.rows.layout.bytes_per_token for kind in kinds]
+    packed_TC = torch.empty(num_tokens, sum(sizes), dtype=torch.uint8)
+    sinks_E = torch.cat([tile.sinks for tile in tiles]) if tiles else torch.empty(0, dtype=torch.long)
+    for kind, levels_TS, numbers_T, out in zip(
+        kinds, levels, numbers, torch.split(packed_TC, sizes, dim=1), strict=True
+    ):
+        pack(levels_TS, kind.rows.layout, out=out, check_range=False)
+        if kind.rows.num_sink_rows:
+            out[sinks_E] = 0
+            out[sinks_E, :1] = numbers_T[sinks_E, None]
+    return Encoded(packed_TC, novelty_T)
+
+
+def _features(inputs: Sequence[LayerInput], tile: _Tile) -> Iterator[Tensor]:
+    """Keys before RoPE, then values of all source layers side by side, float32 `[R, I]`, to be overwritten."""
+    yield tile.turned(RopeTables.strip, tile.gathered([given.k_THD for given in inputs])).flatten(1)
+    yield tile.gathered([given.v_THD for given in inputs]).flatten(1)
 
 
 def through_codes(
@@ -306,70 +367,74 @@ def num_blocks_within(novelty_T: Tensor, tokens_per_block: int) -> int:
     return int(is_within_N.long().cumprod(0).sum())
 
 
-def _centred(rows: RowTransform, features_TI: Tensor, positions_T: Tensor) -> Tensor:
-    """Features less what is expected of them; overwrites them."""
-    centred_TI = features_TI.sub_(rows.mean_I)
-    return centred_TI if rows.sink_in_PI is None else _shifted(centred_TI, rows.sink_in_PI, positions_T, sign=-1)
+class _RowEncoder:
+    """One kind of rows of a group, on their way to levels."""
+
+    def __init__(self, rows: RowTransform, *, dtype: torch.dtype, scratch: Scratch) -> None:
+        num_fine = sum(count for width, count in rows.layout.runs if width > MAX_ROUNDED_WIDTH)
+        product = partial(Product, dtype=dtype, scratch=scratch)
+        self.rows = rows
+        self._low_S, self._high_S = -rows.half_S, rows.half_S - 1
+        self._components = product(rows.encode_IS, num_fine=num_fine)
+        self._directions = None if rows.guard is None else product(rows.guard.directions_IQ)
+
+    def operand(self, features_RI: Tensor) -> Tensor:
+        """Features less their means, as products take them; overwrites them."""
+        return self._components.operand(features_RI.sub_(self.rows.mean_I))
+
+    def sink_numbers(self, centred_RI: Tensor, tile: _Tile) -> Tensor:
+        """For each sink the number of the stored row that is nearest, uint8."""
+        stored_KI = self.rows.sink_in_KI
+        if stored_KI is None or not len(tile.sinks):
+            return torch.zeros(len(tile.sinks), dtype=torch.uint8)
+        sinks_E1I = centred_RI[tile.sinks - tile.rows.start, None]
+        return (sinks_E1I - stored_KI).square().sum(2).argmin(1).to(torch.uint8)
+
+    def levels(self, operand: Tensor) -> Tensor:
+        """Quantised components, whole numbers in float32 `[TILE_ROWS, S]`."""
+        return self._components(operand).floor_().clamp_(self._low_S, self._high_S).sub_(self._low_S)
+
+    def novelty(self, operand: Tensor, tile: _Tile) -> Tensor:
+        """Relative to the limit, float32 `[R]`; zero without a guard."""
+        num_rows, guard = len(tile.positions_R), self.rows.guard
+        if self._directions is None or guard is None:
+            return torch.zeros(num_rows)
+        novelty_R = self._directions(operand)[:num_rows].square().sum(1)
+        return novelty_R.masked_fill((tile.positions_R == 0) & (self.rows.num_sink_rows > 0), 1.0) / guard.limit
 
 
-def _novelty(
-    rows: RowTransform, guard: RowGuard, centred_TI: Tensor, positions_T: Tensor, *, dtype: torch.dtype
-) -> Tensor:
-    """Relative to the limit, float32 `[T]`."""
-    novelty_T = _tiled_product(centred_TI, guard.directions_IQ.to(dtype)).float().square().sum(1)
-    return novelty_T.masked_fill(positions_T < rows.num_sink_tokens, 1.0) / guard.limit
+class _RowDecoder:
+    """One kind of rows of a group, on their way from packed levels."""
+
+    def __init__(self, rows: RowTransform, *, dtype: torch.dtype, scratch: Scratch) -> None:
+        self.rows = rows
+        self.num_outputs = len(rows.bias_O)
+        self._product = Product(rows.decode_SO, dtype=dtype, scratch=scratch)
+        self._half_S = rows.half_S.to(torch.uint8)
+
+    def cells(self, codes_TC: Tensor) -> Tensor:
+        """Levels less half their number, int8 `[T, S]`: exact in every dtype of products."""
+        # a difference of bytes wraps around; read with a sign, it is right
+        return unpack(codes_TC, self.rows.layout).sub_(self._half_S).view(torch.int8)
+
+    def decode(self, cells_RS: Tensor, codes_TC: Tensor, tile: _Tile) -> Tensor:
+        """The consumer's rows, float32 `[R, O]`, to be overwritten.
+
+        Args:
+            codes_TC: of all tokens of the call, for the numbers of sinks.
+        """
+        y_RO = self._product(self._product.operand(cells_RS))[: len(cells_RS)].add_(self.rows.bias_O)
+        stored_KO = self.rows.sink_out_KO
+        if stored_KO is not None and len(tile.sinks):
+            y_RO[tile.sinks - tile.rows.start] = stored_KO[_numbers(codes_TC[tile.sinks], len(stored_KO))]
+        return y_RO
 
 
-def _levels(rows: RowTransform, centred_TI: Tensor, dtype: torch.dtype) -> Tensor:
-    """Quantised components, uint8 `[T, S]`."""
-    scaled_TS = _scaled(rows, centred_TI, dtype)
-    return scaled_TS.floor_().clamp_(-rows.half_S, rows.half_S - 1).add_(rows.half_S).to(torch.uint8)
-
-
-def _scaled(rows: RowTransform, centred_TI: Tensor, dtype: torch.dtype) -> Tensor:
-    """Components in units of their steps, float32 `[T, S]`."""
-    num_fine = sum(count for width, count in rows.layout.runs if width > MAX_ROUNDED_WIDTH)
-    return _tiled_product(centred_TI, rows.encode_IS.to(dtype), num_fine=num_fine)
-
-
-def _tiled_product(x_TI: Tensor, matrix_IS: Tensor, *, num_fine: int = 0) -> Tensor:
-    """Product in the matrix's dtype, float32 `[T, S]`; rows do not depend on what other rows there are.
-
-    The first `num_fine` columns get what rounding their sums to the matrix's dtype has dropped.
-    """
-    x_TI = x_TI.to(matrix_IS.dtype)
-    fine_IS = matrix_IS[:, :num_fine]
-    product_TS = torch.empty(len(x_TI), matrix_IS.shape[1], device=x_TI.device)
-    for rows_RI, out_RS in zip(torch.split(x_TI, TILE_ROWS), torch.split(product_TS, TILE_ROWS), strict=True):
-        tile_RI = rows_RI if len(rows_RI) == TILE_ROWS else _padded(rows_RI)
-        rounded_RS = tile_RI @ matrix_IS
-        out_RS.copy_(rounded_RS[: len(out_RS)])
-        if num_fine and matrix_IS.dtype != torch.float32:
-            # what is added to a product is added before the sum is rounded
-            dropped_RS = torch.addmm(rounded_RS[:, :num_fine], tile_RI, fine_IS, beta=-1)
-            out_RS[:, :num_fine] += dropped_RS[: len(out_RS)]
-    return product_TS
-
-
-def _padded(rows_RI: Tensor) -> Tensor:
-    """A whole tile: those rows, then zeros."""
-    tile_RI = rows_RI.new_zeros(TILE_ROWS, rows_RI.shape[1])
-    tile_RI[: len(rows_RI)] = rows_RI
-    return tile_RI
-
-
-def _rows(rows: RowTransform, levels_TS: Tensor, positions_T: Tensor, dtype: torch.dtype) -> Tensor:
-    """The consumer's rows `[T, O]` of quantised components, float32."""
-    # uint8 with bfloat16 gives bfloat16, in one pass, and cells are exact in it
-    cells_TS = levels_TS - rows.half_S.to(dtype)
-    y_TO = (cells_TS @ rows.decode_SO.to(dtype)).float().add_(rows.bias_O)
-    return y_TO if rows.sink_out_PO is None else _shifted(y_TO, rows.sink_out_PO, positions_T)
-
-
-def _shifted(x_TN: Tensor, shift_PN: Tensor, positions_T: Tensor, *, sign: int = 1) -> Tensor:
-    """Add its shift, or subtract it, to each row whose position is below P; in place."""
-    early_E = (positions_T < len(shift_PN)).nonzero()[:, 0]
-    return x_TN.index_add_(0, early_E, shift_PN[positions_T[early_E]], alpha=sign)
+def _numbers(codes_EC: Tensor, num_rows: int) -> Tensor:
+    """Numbers of the stored rows; of one that there is not the last row's, for codes may come from anywhere."""
+    if not codes_EC.shape[1]:
+        return torch.zeros(len(codes_EC), dtype=torch.long)
+    return codes_EC[:, 0].long().clamp_max(num_rows - 1)
 
 
 def _reuse(maps: ReuseLayer, codes_TR: Tensor) -> tuple[Tensor, Tensor]:

@@ -164,6 +164,9 @@ class CorpusConfig(Section):
     )
     num_tokens: PositiveInt = Field(4096, description="tokens to read")
     sequence_tokens: PositiveInt = Field(512, description="tokens per sequence given to the models")
+    plain_share: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.25, description="share of sequences that begin with text; the others open as a chat does, with its special tokens"
+    )
 
 
 class HeldoutConfig(Section):

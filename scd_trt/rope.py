@@ -146,20 +146,25 @@ class RopeTables:
     sin: Tensor
     attention_scaling: float
 
-    def apply(self, x_THD: Tensor) -> Tensor:
-        """Rotate; same shape and dtype as the input."""
-        return self._turn(x_THD, self.cos.unsqueeze(1), self.sin.unsqueeze(1))
+    def apply(self, x_THD: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Rotate; same shape and dtype as the input. With `out`, of both, into that, and then no gradient flows."""
+        return self._turn(x_THD, self.cos.unsqueeze(1), self.sin.unsqueeze(1), out)
 
-    def strip(self, x_THD: Tensor) -> Tensor:
-        """Rotate back and divide the attention scaling out; same shape and dtype as the input."""
+    def strip(self, x_THD: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Rotate back and divide the attention scaling out; result and `out` as of `apply`."""
         # cos^2 + sin^2 is scaling^2 here, so the inverse of the scaled rotation is its transpose over scaling^2
         norm = self.attention_scaling**2
-        return self._turn(x_THD, self.cos.unsqueeze(1) / norm, self.sin.unsqueeze(1) / -norm)
+        return self._turn(x_THD, self.cos.unsqueeze(1) / norm, self.sin.unsqueeze(1) / -norm, out)
 
-    def _turn(self, x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _turn(self, x_THD: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None) -> Tensor:
         half = cos.shape[-1]
         x = x_THD.float()
         first, second = x[..., :half], x[..., half : 2 * half]
+        if out is not None:
+            torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+            torch.mul(second, cos, out=out[..., half : 2 * half]).addcmul_(first, sin)
+            out[..., 2 * half :] = x[..., 2 * half :]
+            return out
         # fused, as far as gradients allow: temporaries cost more here than the arithmetic
         turned = torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)
         return torch.cat((*turned, x[..., 2 * half :]), dim=-1).to(x_THD.dtype)

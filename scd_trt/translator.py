@@ -43,12 +43,12 @@ from scd_trt.bit_packing import BitLayout
 from scd_trt.config import Dtype, ScdError
 from scd_trt.model_spec import ModelSpec, same_shape
 
-FORMAT_VERSION: Literal[2] = 2
+FORMAT_VERSION: Literal[3] = 3
 MANIFEST_FILE = "translator.json"
 TENSORS_FILE = "translator.safetensors"
 MAX_MANIFEST_BYTES = 16 << 20
 _ROW_TENSORS = ("mean_I", "encode_IS", "decode_SO", "bias_O")
-_SINK_TENSORS = ("sink_in_PI", "sink_out_PO")
+_SINK_TENSORS = ("sink_in_KI", "sink_out_KO")
 _GUARD_TENSOR = "guard_IQ"
 MATRIX_DTYPE = torch.bfloat16
 """Dtype of the matrices of a `RowTransform`, by far the largest part of an artifact; all else is float32."""
@@ -109,7 +109,9 @@ class GroupLayout(_Frozen):
 
     keys: BitLayout
     values: BitLayout
-    num_sink_tokens: NonNegativeInt = Field(0, description="first positions that have shifts of their own")
+    num_sink_rows: Annotated[int, Field(ge=0, le=256)] = Field(
+        0, description="rows that position 0 may have, of which its code is the number; 0: it is coded like any other"
+    )
     guard: GuardLayout | None = Field(None, description="limits of the guard; None: the group is not guarded")
 
     @property
@@ -121,7 +123,7 @@ class GroupLayout(_Frozen):
 class Manifest(_Frozen):
     """Content of `translator.json`."""
 
-    format_version: Literal[2] = FORMAT_VERSION
+    format_version: Literal[3] = FORMAT_VERSION
     name: str
     policy: Literal["paper", "rd", "exact"]
     code_dtype: Dtype
@@ -257,8 +259,11 @@ class RowTransform:
     With h = 2**(b-1), b = bits of the component: `level_TS = clamp(floor((x_TI - mean_I) @ encode_IS), -h, h - 1) + h` and
     `y_TO = (level_TS - h) @ decode_SO + bias_O`. Both factors of both products are centred, because `encode_IS` and
     `decode_SO` are bfloat16 and the products may be rounded to it; everything else is float32. Features I are the rows of the
-    group's source layers, outputs O those of its layers, in order. Position p < P, an attention sink whose rows lie far from
-    all others: x is lowered by `sink_in_PI[p]` before, y raised by `sink_out_PO[p]` after.
+    group's source layers, outputs O those of its layers, in order.
+
+    Position 0 is an attention sink: its row lies far from all others, all tokens read it, and it depends on nothing but the
+    first token. Its code is the number of a row: the one of `sink_in_KI` (less `mean_I`) that is nearest to `x_TI - mean_I`;
+    zeros follow. Decoded, it is that row of `sink_out_KO`.
     """
 
     layout: BitLayout
@@ -266,8 +271,8 @@ class RowTransform:
     encode_IS: Tensor
     decode_SO: Tensor
     bias_O: Tensor
-    sink_in_PI: Tensor | None = None
-    sink_out_PO: Tensor | None = None
+    sink_in_KI: Tensor | None = None
+    sink_out_KO: Tensor | None = None
     guard: RowGuard | None = None
 
     @cached_property
@@ -279,9 +284,9 @@ class RowTransform:
         )
 
     @property
-    def num_sink_tokens(self) -> int:
-        """P."""
-        return 0 if self.sink_in_PI is None else len(self.sink_in_PI)
+    def num_sink_rows(self) -> int:
+        """K."""
+        return 0 if self.sink_in_KI is None else len(self.sink_in_KI)
 
 
 @dataclass(frozen=True)
@@ -297,7 +302,7 @@ class GroupTransform:
         return GroupLayout(
             keys=self.keys.layout,
             values=self.values.layout,
-            num_sink_tokens=self.keys.num_sink_tokens,
+            num_sink_rows=self.keys.num_sink_rows,
             guard=self._guard,
         )
 
@@ -514,9 +519,9 @@ def _expected_transform_shapes(
         yield f"{kind}.decode", rows.decode_SO, (sent, width_out)
         yield f"{kind}.bias", rows.bias_O, (width_out,)
         for name, width in zip(_SINK_TENSORS, (width_in, width_out), strict=True):
-            shift = getattr(rows, name)
-            # none is as good as one of no positions
-            yield f"{kind}.{name}", torch.zeros(0, width) if shift is None else shift, (layout.num_sink_tokens, width)
+            given = getattr(rows, name)
+            # no tensor is as good as one of no rows
+            yield f"{kind}.{name}", torch.zeros(0, width) if given is None else given, (layout.num_sink_rows, width)
         if layout.guard is not None and rows.guard is not None:
             yield f"{kind}.guard", rows.guard.directions_IQ, (width_in, layout.guard.num_directions)
 
@@ -560,7 +565,7 @@ def _tensors(layers: tuple[LayerMaps, ...], transforms: tuple[GroupTransform | N
     tensors: dict[str, Tensor] = {}
     for index, transform in enumerate(transforms):
         for kind, rows in vars(transform).items() if transform is not None else ():
-            for name in _ROW_TENSORS + _SINK_TENSORS * bool(rows.num_sink_tokens):
+            for name in _ROW_TENSORS + _SINK_TENSORS * bool(rows.num_sink_rows):
                 tensors[f"groups.{index}.{kind}.{name}"] = getattr(rows, name).contiguous()
             if transform is not None and transform.layout.guard is not None:
                 tensors[f"groups.{index}.{kind}.{_GUARD_TENSOR}"] = rows.guard.directions_IQ.contiguous()
@@ -613,7 +618,7 @@ def _read_layer(name: str, mode: LayerMode, take: Callable[[str], Tensor]) -> La
 
 def _read_transform(name: str, layout: GroupLayout, take: Callable[[str], Tensor]) -> GroupTransform:
     def rows(kind: str, packed: BitLayout, limit: float | None) -> RowTransform:
-        names = _ROW_TENSORS + _SINK_TENSORS * bool(layout.num_sink_tokens)
+        names = _ROW_TENSORS + _SINK_TENSORS * bool(layout.num_sink_rows)
         tensors: dict[str, Any] = {part: take(f"{name}.{kind}.{part}") for part in names}
         found = RowTransform(packed, **tensors)
         return found if limit is None else replace(found, guard=RowGuard(take(f"{name}.{kind}.{_GUARD_TENSOR}"), limit))

@@ -24,7 +24,8 @@ from tiny_translators import (
 )
 
 from scd_trt.bit_packing import UNITS, BitLayout, pack, unpack
-from scd_trt.codec import TILE_ROWS, Decoder, Encoder, LayerInput, _tiled_product
+from scd_trt.codec import Decoder, Encoder, LayerInput
+from scd_trt.products import TILE_ROWS, Product, Scratch, _has_packed_products
 from scd_trt.rope import RopeParameters
 from scd_trt.translator import MATRIX_DTYPE, AffineMap, GroupTransform, RawLayer, RowTransform, TranslatorError
 
@@ -264,7 +265,7 @@ def test_group_codes_are_the_packed_levels_of_keys_then_of_values(dtype, margin,
 @pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-8)], ids=str)
 def test_decoded_groups_are_the_plain_formula_in_the_consumers_rotation(dtype, relative):
     transform = random_group(2)
-    translator = group_translator(transform, consumer=tiny_spec(2, theta=123.0))
+    translator = group_translator(transform, consumer=tiny_spec(2, theta=123.0), raw_dtype="float32")
     generator = torch.Generator().manual_seed(5)
     codes = torch.randint(0, 256, (NUM_TOKENS, 16), dtype=torch.uint8, generator=generator)
     decoded = Decoder(translator, dtype=dtype).decode(0, codes, POSITIONS)
@@ -298,7 +299,9 @@ def test_layers_of_a_group_may_rotate_differently():
         decode_SO=(torch.eye(2 * WIDTH) / 16).to(MATRIX_DTYPE),
         bias_O=torch.full((2 * WIDTH,), 0.5 / 16),
     )
-    translator = group_translator(GroupTransform(keys=identity, values=copy.deepcopy(identity)), **specs)
+    translator = group_translator(
+        GroupTransform(keys=identity, values=copy.deepcopy(identity)), raw_dtype="float32", **specs
+    )
     inputs = [_input(seed) for seed in range(2)]
     codes = Encoder(translator, dtype=torch.float32).encode(0, inputs, POSITIONS)
     for layer, (k, v) in enumerate(Decoder(translator, dtype=torch.float32).decode(0, codes, POSITIONS)):
@@ -362,7 +365,7 @@ def test_any_layout_is_coded_as_its_components_are(keys, values, num_layers, num
     assert all(bool(x.isfinite().all()) for pair in decoded for x in pair)
     if not values:
         # nothing is sent of the values: they are the bias
-        assert torch.equal(decoded[0][1][0].flatten(), transform.values.bias_O[:WIDTH])
+        assert torch.equal(decoded[0][1][0].flatten(), transform.values.bias_O[:WIDTH].bfloat16())
 
 
 WIDE, WIDE_RUNS = 960, ((8, 60), (6, 100), (4, 102), (3, 96), (2, 124))
@@ -400,30 +403,65 @@ def test_codes_do_not_depend_on_how_tokens_are_cut_into_calls(wide, cuts):
     assert torch.equal(torch.cat(parts), whole)
 
 
+def _multiplied(product: Product, rows: torch.Tensor) -> torch.Tensor:
+    """In a single tile."""
+    return product(product.operand(rows))[: len(rows)].clone()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_fine", [0, 60])
 def test_rows_of_a_product_are_the_same_bits_for_any_number_of_rows(dtype, num_fine):
     """At a width where the library's own product adds up in another order for few rows."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(LONG, WIDE, generator=generator)
-    matrix = torch.randn(WIDE, 482, generator=generator).to(dtype)
-    whole = _tiled_product(x, matrix, num_fine=num_fine)
-    for start, stop in ((0, 1), (0, 2), (5, 37), (64, 128), (100, 300), (LONG - 1, LONG), (0, 0)):
-        assert torch.equal(_tiled_product(x[start:stop], matrix, num_fine=num_fine), whole[start:stop])
+    x = torch.randn(TILE_ROWS, WIDE, generator=generator)
+    matrix = torch.randn(WIDE, 482, generator=generator)
+    product = Product(matrix, dtype=dtype, scratch=Scratch(), num_fine=num_fine)
+    whole = _multiplied(product, x)
+    for start, stop in ((0, 1), (0, 2), (5, 37), (64, 128), (127, 128), (0, 0)):
+        assert torch.equal(_multiplied(product, x[start:stop]), whole[start:stop])
     if dtype == torch.float32:
-        plain = x @ matrix
-        # were this to fail, the library would have become deterministic, and tiles be needless
+        longer = torch.cat([x, x, x, x[:10]])
+        plain = longer @ matrix
+        # were this to fail, the library would have become deterministic, and whole tiles be needless
         assert not torch.equal(x[:2] @ matrix, plain[:2])
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(WIDE, 482), (33, 5), (1, 1), (7, 0), (0, 7)])
+def test_products_are_the_plain_formula(monkeypatch, num_inputs, num_outputs, is_packed):
+    """With operators that keep the matrix in their own order, and where there are none."""
+    if is_packed and not _has_packed_products():
+        pytest.skip("no packed products on this machine")
+    monkeypatch.setattr("scd_trt.products._has_packed_products", lambda: is_packed)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, num_inputs, generator=generator).bfloat16()
+    matrix = torch.randn(num_inputs, num_outputs, generator=generator).bfloat16()
+    product = Product(matrix, dtype=torch.bfloat16, scratch=Scratch(), num_fine=num_outputs // 2)
+    found, expected = _multiplied(product, x).double(), x.double() @ matrix.double()
+    # each sum is rounded to 8 significant bits; without such operators it is float32
+    torch.testing.assert_close(found, expected, rtol=2**-8 if is_packed else 0, atol=1e-4)
+    # memory is used again: nothing of larger rows is left
+    again = _multiplied(product, x[:3])
+    assert torch.equal(again.double(), found[:3])
 
 
 def test_fine_columns_have_what_rounding_dropped():
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(50, WIDE, generator=generator).bfloat16().float()
+    x = torch.randn(50, WIDE, generator=generator).bfloat16()
     matrix = torch.randn(WIDE, 12, generator=generator).bfloat16()
-    errors = (_tiled_product(x, matrix, num_fine=5).double() - x.double() @ matrix.double()).abs().amax(0)
+    product = Product(matrix, dtype=torch.bfloat16, scratch=Scratch(), num_fine=5)
+    errors = (_multiplied(product, x).double() - x.double() @ matrix.double()).abs().amax(0)
     # sums of size 100: a grid of 1/2 in bfloat16, of which the dropped part in turn has 8 significant bits
     assert float(errors[:5].max()) < 2e-3
-    assert float(errors[5:].min()) > 0.05
+    if _has_packed_products():
+        assert float(errors[5:].min()) > 0.05
+
+
+def test_memory_made_in_inference_mode_serves_outside_of_it():
+    product = Product(torch.eye(8), dtype=torch.bfloat16, scratch=Scratch())
+    with torch.inference_mode():
+        _multiplied(product, torch.ones(3, 8))
+    assert torch.equal(_multiplied(product, torch.ones(3, 8)), torch.ones(3, 8))
 
 
 def test_codes_of_a_token_do_not_depend_on_its_neighbours(wide):
@@ -451,50 +489,6 @@ def test_products_in_either_dtype_give_nearly_the_same_codes(wide):
         # features, and components of up to 6 bits, rounded to 8 significant bits; rows of sinks are larger
         assert max(int(found.max()) for found in differing) <= 1
         assert all(float(found.double().mean()) < 0.05 for found in differing)
-
-
-def test_first_positions_are_shifted_on_both_sides():
-    """Plain: what is shifted by hand, through a transform without shifts, at other positions."""
-    transform = random_group(2, num_sinks=3)
-    plain = GroupTransform(
-        *(
-            RowTransform(rows.layout, rows.mean_I, rows.encode_IS, rows.decode_SO, rows.bias_O)
-            for rows in (transform.keys, transform.values)
-        )
-    )
-    shifting, straight = group_translator(transform), group_translator(plain)
-    # no rotation that could differ: positions 1..5 for one, and the same tokens without shifts for the other
-    positions = torch.arange(1, 6)
-    inputs = [LayerInput(_input(seed).k_THD[:5], _input(seed).v_THD[:5]) for seed in range(2)]
-    rope = Encoder(straight).producer_rope[0]
-    by_hand = []
-    for layer, one in enumerate(inputs):
-        own = slice(layer * WIDTH, (layer + 1) * WIDTH)
-        k, v = rope.strip(one.k_THD, positions), one.v_THD.clone()
-        for row, position in ((0, 1), (1, 2)):
-            k[row] -= transform.keys.sink_in_PI[position, own].view(NUM_KV_HEADS, HEAD_DIM)
-            v[row] -= transform.values.sink_in_PI[position, own].view(NUM_KV_HEADS, HEAD_DIM)
-        by_hand.append(LayerInput(rope.apply(k, positions), v))
-    codes = Encoder(shifting).encode(0, inputs, positions)
-    expected = Encoder(straight).encode(0, by_hand, positions)
-    # one more rotation, in float32, may carry a value across the edge of a cell
-    levels = [unpack(found[:, :11], transform.keys.layout).int() for found in (codes, expected)]
-    assert int((levels[0] - levels[1]).abs().max()) <= 1
-    assert float((levels[0] != levels[1]).double().mean()) < 0.02
-    assert float((codes[:, 11:] != expected[:, 11:]).double().mean()) < 0.1
-    unshifted = Encoder(straight).encode(0, inputs, positions)
-    assert torch.equal(codes[2:], unshifted[2:])
-    assert not torch.equal(codes[:2], unshifted[:2])
-    decoded, without = (Decoder(side).decode(0, codes, positions) for side in (shifting, straight))
-    for layer, ((k, v), (k_plain, v_plain)) in enumerate(zip(decoded, without, strict=True)):
-        own = slice(layer * WIDTH, (layer + 1) * WIDTH)
-        for found, base, rows in (
-            (rope.strip(k, positions), rope.strip(k_plain, positions), transform.keys),
-            (v, v_plain, transform.values),
-        ):
-            shift = (found - base).flatten(1)
-            torch.testing.assert_close(shift[:2], rows.sink_out_PO[1:3, own], **CLOSE)
-            torch.testing.assert_close(shift[2:], torch.zeros(3, WIDTH), **CLOSE)
 
 
 def test_groups_have_their_own_sizes_and_add_up():

@@ -25,7 +25,7 @@ from scd_trt.distill.sensitivity import ORACLE, RAW, Heldout
 from scd_trt.distill.statistics import StatisticsError
 from scd_trt.evaluate.tasks import Question, prompt
 from scd_trt.model_spec import PairMismatchError
-from scd_trt.models import cache_layers, load_model, project_kv, trace
+from scd_trt.models import cache_layers, load_model, load_tokenizer, project_kv, trace
 from scd_trt.translator import PatchLayer, ReuseLayer
 
 WORDS = ["the", "river", "carries", "old", "stories", "past", "quiet", "houses", "where", "nobody", "remembers", "them"]
@@ -409,9 +409,9 @@ def test_rd_controls_and_frontier(rd):
     assert [row["ratio"] for row in traced] == sorted(row["ratio"] for row in traced)
     assert all(row["bytes_per_token"] <= DENSE_BYTES / row["ratio"] for row in traced)
     assert traced[0]["kl"] < traced[-1]["kl"]
-    # five sequences of 300 tokens, less the opening of a chat: beginning, turn, "user" (4) and a new line
-    assert quality["calibration_tokens"] == 5 * (300 - 7)
-    assert [layout.num_sink_tokens for layout in translator.manifest.transforms] == [7, 7]
+    # five sequences of 300 tokens, all but one with the opening of a chat: beginning, turn, "user" (4) and a new line
+    assert quality["calibration_tokens"] == 5 * 299 - 7
+    assert [layout.num_sink_rows for layout in translator.manifest.transforms] == [2, 2]
     assert quality["heldout_sequences"] == 3
 
 
@@ -503,10 +503,10 @@ def test_rd_at_eight_bits_of_equal_models_is_nearly_the_models_own_cache(family,
         for x, y in zip(got, expected, strict=True):
             # 8 bits lose 1.2e-4 of the variance if it is Gaussian, and more where a rare character lies past the
             # quantiser's range; a wrong rotation would lose all of it
-            # the opening is the same in all sequences: what is left of it is half a cell around its mean
-            spread = (y[7:] - y[7:].mean(0)).square().mean()
-            assert float((x - y)[:7].square().mean() / spread) < 2e-2
-            assert float((x - y)[7:].square().mean() / spread) < 2e-2
+            # position 0 has the row that is stored
+            spread = (y[1:] - y[1:].mean(0)).square().mean()
+            assert float((x - y)[0].square().mean() / spread) < 1e-6
+            assert float((x - y)[1:].square().mean() / spread) < 2e-2
 
 
 @pytest.mark.parametrize(
@@ -534,44 +534,63 @@ def test_plan_of_rd_is_not_exceeded(rd, models, text, tmp_path):
 
 def test_sequences_that_are_all_sinks_are_refused(models, text, tmp_path):
     config = _config(models, text, tmp_path / "t", policy="rd")
-    short = config.model_copy(update={"calibration": config.calibration.model_copy(update={"sequence_tokens": 4})})
-    with pytest.raises(PlanError, match=r"calibration\.sequence_tokens is 4, but policy rd leaves out the first 4"):
-        calibration.group_statistics(prepare(short))
+    short = config.model_copy(update={"calibration": config.calibration.model_copy(update={"sequence_tokens": 1})})
+    with pytest.raises(PlanError, match=r"calibration\.sequence_tokens is 1, but policy rd leaves out the first 1"):
+        calibration.group_statistics(prepare(short), num_openers=1)
     with pytest.raises(CorpusError, match="hold no text behind the 7 that open a chat"):
         pipeline.distill(short)
 
 
-def test_sinks_are_what_all_sequences_begin_with():
-    def count(*sequences):
-        return calibration.Texts(sequences, (), "key", "moments").num_sink_tokens
+def test_common_first_tokens_have_a_row_of_their_own_and_others_share_one():
+    def texts(*first_tokens):
+        return calibration.Texts(tuple((token, 7, 8) for token in first_tokens), (), "key", "moments")
 
-    opening = (1, 3, 9, 9, 9, 9)
-    assert count((*opening, *range(20, 40)), (*opening, *range(30, 50))) == 6
-    assert count(tuple(range(20, 40)), tuple(range(30, 50))) == calibration.NUM_SINK_TOKENS
-    assert count((*opening, 7, 8), (*opening, 8, 7)) == 4  # half of a sequence at most
-    assert count(opening * 5) == calibration.NUM_SINK_TOKENS  # one alone says nothing
-    assert count() == 0
+    chats = texts(*[5] * 30, 6, 9)
+    assert (chats.common_openers, chats.num_openers) == ((5,), 2)
+    assert [chats.opener((token, 1)) for token in (5, 6, 9, 77)] == [0, 1, 1, 1]
+    mixed = texts(*[9] * 4, *[5] * 12)
+    assert (mixed.common_openers, mixed.num_openers) == ((5, 9), 2)
+    assert [mixed.opener((token, 1)) for token in (9, 5)] == [1, 0]
+    assert texts().num_openers == 0
 
 
-def test_sink_rows_are_the_mean_rows_of_first_positions(models, text, tmp_path):
+def test_plain_texts_are_spread_among_chats(models, text):
+    tokenizer = load_tokenizer(models[1])
+
+    def openings(share):
+        found = calibration.text_sequences(
+            tokenizer, str(text), "calibration", num_sequences=5, sequence_tokens=20, seed=0, plain_share=share
+        )
+        return [(len(ids), ids[0] == tokenizer.bos_token_id) for ids in found]
+
+    # the opening of a chat takes seven tokens; this tokenizer puts nothing before plain text
+    chat, plain = (20, True), (13, False)
+    assert openings(0.0) == [chat] * 5
+    assert openings(0.5) == [chat, plain, chat, plain, chat]
+    assert openings(1.0) == [plain] * 5
+
+
+def test_stored_rows_are_the_mean_rows_of_position_0(models, text, tmp_path):
     job = prepare(_config(models, text, tmp_path / "t", policy="rd"))
-    texts = calibration.Texts(((5, 6, 7, 8, 9, 10, 11, 12), (5, 60, 70, 80, 90, 100, 110, 120)), (), "key", "moments")
-    empty = calibration.group_statistics(job, num_sink_tokens=4)
+    sequences = ((5, 6, 7, 8), (5, 60, 70, 80), (6, 7, 8, 9), (70, 7, 8, 9))
+    texts = calibration.Texts(tuple([sequences[0]] * 40) + sequences[1:], (), "key", "moments")
+    empty = calibration.group_statistics(job, num_openers=2)
     statistics = calibration.calibrate(job, texts, tmp_path / "work", calibration.SilentProgress(), into=empty)
-    found = statistics.first_rows.means(2)
-    for model, rows_L2PF in zip(models, found, strict=True):
-        traces = [trace(load_model(model), ids, capture={"kv"}) for ids in texts.calibration]
+    found = statistics.first_rows.means()
+    assert found[0].shape == (2, 3, 2, 32)
+    for model, rows_KL2F in zip(models, found, strict=True):
+        first = [trace(load_model(model), ids, capture={"kv"}) for ids in sequences]
         for layer in range(3):
             for kind, name in enumerate(("k_TF", "v_TF")):
-                expected = sum(getattr(traced, name)[layer][:4].double() for traced in traces) / 2
-                torch.testing.assert_close(
-                    rows_L2PF[layer, kind], expected, rtol=1e-12, atol=1e-12
-                )  # float64 sums of two
-    assert found[0].shape == (3, 2, 4, 32)
-    again = calibration.group_statistics(job, num_sink_tokens=4)
+                common, again, *others = (getattr(traced, name)[layer][0].double() for traced in first)
+                # float32 of the model for the same token, in sums of 41
+                torch.testing.assert_close(common, again, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(rows_KL2F[0, layer, kind], common, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(rows_KL2F[1, layer, kind], sum(others) / 2, rtol=1e-12, atol=1e-12)
+    again = calibration.group_statistics(job, num_openers=2)
     again.restore(tmp_path / "work" / "moments.safetensors", key="moments")
-    assert torch.equal(again.first_rows.sum_a, statistics.first_rows.sum_a)
-    assert torch.equal(again.first_rows.sum_b, statistics.first_rows.sum_b)
+    for name in ("count_K", "sum_a", "sum_b"):
+        assert torch.equal(getattr(again.first_rows, name), getattr(statistics.first_rows, name))
 
 
 def test_weights_are_kept_when_a_run_is_interrupted_after_them(rd, rd_config):

@@ -105,8 +105,7 @@ class _Served:
     def offline(self, num_tokens: int) -> list[Tensor]:
         """Codes of the rows in the prefill engine's pool, each group in one call."""
         translator = self.prefill.translator
-        encoder, spec = Encoder(translator), translator.manifest.producer
-        view = self.prefill.kv_layout(spec, self.worker.pool).view(self.worker.pool)
+        encoder, view = Encoder(translator), self.prefill.view_pool(self.worker.pool)
         codes = []
         for group, layers in enumerate(translator.manifest.groups):
             rows = [gather_tokens(view, layer, self.worker.block_ids, 0, num_tokens) for layer in range(*layers)]

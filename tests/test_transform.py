@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from scd_trt import codec
-from scd_trt.bit_packing import pack, unpack
+from scd_trt.bit_packing import pack
 from scd_trt.distill.quantiser import gaussian_table
 from scd_trt.distill.rate_distortion import allocate, allocate_groups
 from scd_trt.distill.statistics import Moments
 from scd_trt.distill.transform import SinkRows, predicted_kl, row_transform, spectrum
+from scd_trt.products import Scratch
 
 NUM_ROWS, IN, OUT = 4000, 12, 10
 RIDGE = 1e-3
@@ -54,12 +55,18 @@ def _plain(rows):
     return a, b, solved
 
 
-def _apply(transform, a, first_position=1000, dtype=torch.float32):
-    """Through the codec's own levels, packing and bias."""
-    positions = torch.arange(first_position, first_position + len(a))
-    centred = codec._centred(transform, a.float(), positions)
-    packed = pack(codec._levels(transform, centred, dtype), transform.layout)
-    return codec._rows(transform, unpack(packed, transform.layout), positions, dtype).double()
+def _apply(transform, a, dtype=torch.float32):
+    """Through the codec's own levels, packing and bias; far from position 0."""
+    scratch = Scratch()
+    encoder = codec._RowEncoder(transform, dtype=dtype, scratch=scratch)
+    decoder = codec._RowDecoder(transform, dtype=dtype, scratch=scratch)
+    found = []
+    for tile in codec._tiles(torch.arange(1000, 1000 + len(a)), None, (), scratch):
+        x_RI = a[tile.rows].float().clone()
+        levels_RS = encoder.levels(encoder.operand(x_RI))[: len(x_RI)].to(torch.uint8)
+        codes_RC = pack(levels_RS, transform.layout)
+        found.append(decoder.decode(decoder.cells(codes_RC), codes_RC, tile).double())
+    return torch.cat(found)
 
 
 def _weighted_error(a, b):
@@ -242,62 +249,19 @@ def test_rows_without_any_spread_decode_to_their_mean():
     torch.testing.assert_close(_apply(transform, a), b.double(), rtol=0, atol=1e-6)  # float32
 
 
-def test_mean_rows_of_sinks_come_back_exactly(rows, found):
-    """Rows a hundred spreads away, coarsely coded: exact at their own positions, clamped at any other."""
-    allocation = allocate(found.variance_C, budget_bits=40, table=TABLE)
-    far = SinkRows(
-        found.mean_I + 100 * torch.randn(3, IN, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
-        found.mean_O - 500 * torch.rand(3, OUT, dtype=torch.float64, generator=torch.Generator().manual_seed(2)),
-    )
-    transform = row_transform(found, allocation, TABLE, sinks=far)
-    plain = row_transform(found, allocation, TABLE)
-    typical = rows[0][:10]
-    given = torch.cat([far.mean_PI, typical[3:]])
-    decoded = _apply(transform, given, first_position=0)
-    # float32 of rows of size 500
-    torch.testing.assert_close(decoded[:3], far.mean_PO, rtol=0, atol=2e-4)
-    assert torch.equal(decoded[3:], _apply(plain, typical)[3:])
-    # from position 3 on nothing is special, and position 2 takes the last shift
-    assert torch.equal(_apply(transform, typical, first_position=3), _apply(plain, typical))
-    one = _apply(transform, given[2:3], first_position=2)
-    torch.testing.assert_close(one, far.mean_PO[2:3], rtol=0, atol=2e-4)
-    assert float((_apply(plain, far.mean_PI) - far.mean_PO).abs().max()) > 100
-    for name in ("mean_I", "encode_IS", "decode_SO", "bias_O"):
-        assert torch.equal(getattr(transform, name), getattr(plain, name))
-
-
-def test_a_sink_near_its_mean_is_off_by_no_more_than_quantisation(rows, found):
-    allocation = allocate(found.variance_C, budget_bits=8 * OUT, table=TABLE)
-    sinks = SinkRows(found.mean_I[None] + 50, found.mean_O[None] - 50)
-    transform = row_transform(found, allocation, TABLE, sinks=sinks)
-    near = rows[0][:1] + 50
-    regressed = (rows[0][:1] - found.mean_I) @ found.analyse_IC @ found.synthesise_CO + sinks.mean_PO
-    # eight bits over about four deviations to each side: steps of a thirtieth of a deviation, OUT of them may add up
-    assert float((_apply(transform, near, first_position=0) - regressed).abs().max()) < 0.2 * float(rows[1].std())
-
-
 def _weighted_of(a, b):
     return float((a - b).square().sum(1).mean())
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 3, 10])
-def test_sinks_are_exact_at_any_rate(found, num_bytes):
-    allocation = allocate(found.variance_C, budget_bits=8 * num_bytes, table=TABLE)
-    sinks = SinkRows(found.mean_I + 50 * torch.ones(2, IN), found.mean_O + 50 * torch.ones(2, OUT))
-    decoded = _apply(row_transform(found, allocation, TABLE, sinks=sinks), sinks.mean_PI, first_position=0)
-    torch.testing.assert_close(decoded, sinks.mean_PO, rtol=0, atol=1e-4)  # float32 of rows of size 50
-
-
-def test_sinks_are_exact_where_a_packing_unit_carries_components_without_spread():
-    """Nothing moves such a component by half a step; asking for it anyway would ask for an enormous row."""
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn(NUM_ROWS, IN, generator=generator, dtype=torch.float64)
-    # three directions of equal spread, mixed: what is left of the others is rounding
-    directions, _ = torch.linalg.qr(torch.randn(OUT, 3, generator=generator, dtype=torch.float64))
-    found = spectrum(_moments(a, a[:, :3] @ directions.T), torch.ones(OUT, dtype=torch.float64), ridge=RIDGE)
-    allocation = allocate(found.variance_C, budget_bits=8, table=TABLE)
-    assert allocation.layout.runs == ((2, 4),)  # three that vary, and one that does not
-    sinks = SinkRows(found.mean_I + 50 * torch.ones(2, IN), found.mean_O + 50 * torch.ones(2, OUT))
+def test_rows_of_sinks_are_kept_as_they_are(found):
+    """Absolute on the consumer's side; on the producer's less the mean, as the codec compares them."""
+    allocation = allocate(found.variance_C, budget_bits=40, table=TABLE)
+    sinks = SinkRows(found.mean_I + torch.tensor([[50.0], [-7.0]]), found.mean_O - torch.tensor([[500.0], [3.0]]))
     transform = row_transform(found, allocation, TABLE, sinks=sinks)
-    assert float(transform.sink_in_PI.abs().max()) < 60
-    torch.testing.assert_close(_apply(transform, sinks.mean_PI, first_position=0), sinks.mean_PO, rtol=0, atol=1e-4)
+    expected = torch.tensor([[50.0], [-7.0]]).expand(2, IN)
+    torch.testing.assert_close(transform.sink_in_KI, expected, rtol=0, atol=1e-5)  # float32
+    assert torch.equal(transform.sink_out_KO, sinks.mean_KO.float())
+    plain = row_transform(found, allocation, TABLE)
+    assert (transform.num_sink_rows, plain.num_sink_rows) == (2, 0)
+    for name in ("mean_I", "encode_IS", "decode_SO", "bias_O"):
+        assert torch.equal(getattr(transform, name), getattr(plain, name))

@@ -145,10 +145,10 @@ def test_quality_may_be_filled_in_later(artifact):
     assert translators.load(artifact).manifest.quality == {"f1": 0.5}
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None, [2]])
+@pytest.mark.parametrize("version", [0, 2, 4, "3", None, [3]])
 def test_other_version_is_refused(artifact, version):
     _edit(artifact, format_version=version)
-    with pytest.raises(TranslatorError, match=rf"format version {re.escape(repr(version))}; this scd_trt reads 2"):
+    with pytest.raises(TranslatorError, match=rf"format version {re.escape(repr(version))}; this scd_trt reads 3"):
         translators.load(artifact)
 
 
@@ -158,8 +158,8 @@ def test_other_version_is_refused(artifact, version):
         ("[]", "expected a JSON object"),
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ('{"format_version": 2}', "wrong fields"),
-        ('{"format_version": 2, "extra": 1}', "wrong fields"),
+        ('{"format_version": 3}', "wrong fields"),
+        ('{"format_version": 3, "extra": 1}', "wrong fields"),
     ],
     ids=["list", "half", "deep", "empty", "extra"],
 )
@@ -246,7 +246,7 @@ def test_translator_of_another_pair_is_refused_with_both_values(role):
 # ---- groups that are transformed ------------------------------------------------------------------------------------
 
 
-SHIFTS = [(kind, side) for kind in ("keys", "values") for side in ("in_PI", "out_PO")]
+SHIFTS = [(kind, side) for kind in ("keys", "values") for side in ("in_KI", "out_KO")]
 SINK_CASES = ["sinks", "all sinks", "wide sinks", "no sinks"]
 
 
@@ -265,7 +265,7 @@ def test_groups_survive_a_round_trip(groups):
         for kind in ("keys", "values"):
             mine, theirs = (getattr(side.transform(group), kind) for side in (original, loaded))
             assert mine.layout == theirs.layout
-            for name in ("mean_I", "encode_IS", "decode_SO", "bias_O", "sink_in_PI", "sink_out_PO"):
+            for name in ("mean_I", "encode_IS", "decode_SO", "bias_O", "sink_in_KI", "sink_out_KO"):
                 assert torch.equal(getattr(mine, name), getattr(theirs, name))
     before = {file.name: file.read_bytes() for file in groups.iterdir()}
     translators.save(loaded, groups)
@@ -296,7 +296,7 @@ def _fields(num_layers):
 def test_bytes_of_groups():
     manifest = group_translator(random_group(2), random_group(1, key_runs=VALUE_RUNS, value_runs=())).manifest
     assert manifest.bytes_per_token == (16, 5)
-    layout = GroupLayout(keys=BitLayout(runs=KEY_RUNS), values=BitLayout(runs=VALUE_RUNS), num_sink_tokens=3)
+    layout = GroupLayout(keys=BitLayout(runs=KEY_RUNS), values=BitLayout(runs=VALUE_RUNS), num_sink_rows=3)
     assert manifest.transforms[0] == layout
     # 3 + 3 + 1 + 3 + 1, and 3 + 2
     assert layout.bytes_per_token == 16
@@ -349,18 +349,18 @@ def test_fingerprint_covers_layout_and_maps_of_groups():
         ),
         (lambda t: t["groups.0.values.encode_IS"].fill_(float("inf")), r"group 0 values\.encode: .*not finite"),
         (
-            lambda t: t.update({"groups.0.keys.sink_in_PI": torch.zeros(4, 32)}),
-            r"group 0 keys\.sink_in_PI: \(4, 32\) .*; expected \(3, 32\)",
+            lambda t: t.update({"groups.0.keys.sink_in_KI": torch.zeros(4, 32)}),
+            r"group 0 keys\.sink_in_KI: \(4, 32\) .*; expected \(3, 32\)",
         ),
         (
             lambda t: t.update({f"groups.0.{kind}.sink_{side}": torch.zeros(4, 32) for kind, side in SHIFTS}),
-            r"group 0 keys\.sink_in_PI: \(4, 32\) .*; expected \(3, 32\)",
+            r"group 0 keys\.sink_in_KI: \(4, 32\) .*; expected \(3, 32\)",
         ),
         (
-            lambda t: t.update({"groups.1.values.sink_out_PO": torch.zeros(3, 32)}),
-            r"group 1 values\.sink_out_PO: \(3, 32\) .*; expected \(3, 16\)",
+            lambda t: t.update({"groups.1.values.sink_out_KO": torch.zeros(3, 32)}),
+            r"group 1 values\.sink_out_KO: \(3, 32\) .*; expected \(3, 16\)",
         ),
-        (lambda t: t.pop("groups.1.keys.sink_in_PI"), r"tensor groups\.1\.keys\.sink_in_PI is missing"),
+        (lambda t: t.pop("groups.1.keys.sink_in_KI"), r"tensor groups\.1\.keys\.sink_in_KI is missing"),
     ],
     ids=["missing", "extra", "components", "outputs", "features", "dtype", "matrix", "infinite", *SINK_CASES],
 )
@@ -379,7 +379,7 @@ def _relabel(directory, **fields):
     path.write_text(json.dumps(data))
 
 
-ONE_RUN = {"keys": {"runs": [[8, 3]]}, "values": {"runs": []}, "num_sink_tokens": 3}
+ONE_RUN = {"keys": {"runs": [[8, 3]]}, "values": {"runs": []}, "num_sink_rows": 3}
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ ONE_RUN = {"keys": {"runs": [[8, 3]]}, "values": {"runs": []}, "num_sink_tokens"
         ({"transforms": [ONE_RUN]}, "1 transforms for 2 groups"),
         ({"transforms": [ONE_RUN] * 3}, "3 transforms for 2 groups"),
         ({"transforms": [ONE_RUN] * 2}, r"group 0 keys\.encode: \(32, 21\) .*expected \(32, 3\)"),
-        ({"transforms": [ONE_RUN | {"num_sink_tokens": 0}] * 2}, "8 tensors that the manifest does not know"),
+        ({"transforms": [ONE_RUN | {"num_sink_rows": 0}] * 2}, "8 tensors that the manifest does not know"),
         ({"groups": [[0, 1], [1, 3]]}, r"group 0 keys\.mean: \(32,\) .*expected \(16,\)"),
         ({"layers": [{"mode": "transform"}, {"mode": "raw"}, {"mode": "transform"}]}, "layer 1 and group 0 disagree"),
     ],
@@ -429,12 +429,12 @@ def test_maps_that_disagree_are_not_built(layers, transforms, message):
 
 def test_keys_and_values_have_the_same_sinks():
     mixed = GroupTransform(keys=random_group(1).keys, values=random_group(1, num_sinks=0).values)
-    with pytest.raises(TranslatorError, match=r"group 0 values\.sink_in_PI: \(0, 16\) .*; expected \(3, 16\)"):
+    with pytest.raises(TranslatorError, match=r"group 0 values\.sink_in_KI: \(0, 16\) .*; expected \(3, 16\)"):
         group_translator(mixed)
     half = GroupTransform(
-        keys=replace(random_group(1).keys, sink_in_PI=None), values=random_group(1, num_sinks=0).values
+        keys=replace(random_group(1).keys, sink_in_KI=None), values=random_group(1, num_sinks=0).values
     )
-    with pytest.raises(TranslatorError, match=r"group 0 keys\.sink_out_PO: \(3, 16\) .*; expected \(0, 16\)"):
+    with pytest.raises(TranslatorError, match=r"group 0 keys\.sink_out_KO: \(3, 16\) .*; expected \(0, 16\)"):
         group_translator(half)
 
 

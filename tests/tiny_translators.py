@@ -112,8 +112,8 @@ def random_rows(width: int, runs: tuple[tuple[int, int], ...], seed: int, *, num
         encode_IS=(directions_IS * levels_S / 4).to(MATRIX_DTYPE),
         decode_SO=(torch.randn(layout.num_components, width, generator=generator) / levels_S[:, None]).to(MATRIX_DTYPE),
         bias_O=torch.randn(width, generator=generator),
-        sink_in_PI=torch.randn(num_sinks, width, generator=generator) * 5 if num_sinks else None,
-        sink_out_PO=torch.randn(num_sinks, width, generator=generator) * 5 if num_sinks else None,
+        sink_in_KI=torch.randn(num_sinks, width, generator=generator) * 5 if num_sinks else None,
+        sink_out_KO=torch.randn(num_sinks, width, generator=generator) * 5 if num_sinks else None,
     )
 
 

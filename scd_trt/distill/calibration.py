@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -41,10 +42,13 @@ SAVE_EVERY_SEQUENCES = 8
 Ids = tuple[tuple[int, ...], ...]
 """Token ids of several sequences."""
 
-NUM_SINK_TOKENS = 4
-"""First tokens of a sequence that are left out of the statistics of groups: attention sinks, with outlying keys."""
+NUM_SINK_TOKENS = 1
+"""First tokens of a sequence that are left out of the statistics of groups: attention sinks, with outlying rows."""
 
-METHOD_VERSION = 3
+OPENER_SHARE = 1 / 16
+"""Share of sequences that must begin with a token for its row at position 0 to be stored."""
+
+METHOD_VERSION = 4
 """Part of the key: raise it when the same input must give another artifact."""
 
 
@@ -110,15 +114,20 @@ class Texts:
     questions: tuple[Asked, ...] = ()
 
     @cached_property
-    def num_sink_tokens(self) -> int:
-        """First positions whose rows are coded around means of their own: the sinks, and whatever opens every sequence.
+    def common_openers(self) -> tuple[int, ...]:
+        """First tokens of many calibration sequences, ascending: position 0 has a row of its own for each of them."""
+        counts = Counter(ids[0] for ids in self.calibration)
+        return tuple(sorted(token for token, count in counts.items() if count >= OPENER_SHARE * len(self.calibration)))
 
-        The opening of a chat is the same in every prompt, so its mean rows are exact; and its special tokens are sinks too.
-        """
-        columns = zip(*self.calibration, strict=False)
-        differing = (position for position, column in enumerate(columns) if len(set(column)) > 1)
-        length = min(map(len, self.calibration), default=0)
-        return min(max(NUM_SINK_TOKENS, next(differing, 0)), length // 2)
+    @property
+    def num_openers(self) -> int:
+        """Kinds of first tokens: each common one, and all others together if there are any."""
+        return len(self.common_openers) + any(ids[0] not in self.common_openers for ids in self.calibration)
+
+    def opener(self, ids: Sequence[int]) -> int:
+        """Kind of a sequence's first token, below `num_openers`."""
+        openers = self.common_openers
+        return openers.index(ids[0]) if ids[0] in openers else len(openers)
 
 
 def read_texts(job: Job) -> Texts:
@@ -131,7 +140,13 @@ def read_texts(job: Job) -> Texts:
         length = calibration.sequence_tokens
         number = -(-calibration.num_tokens // length)
         calibration_ids = text_sequences(
-            tokenizer, calibration.source, "calibration", num_sequences=number, sequence_tokens=length, seed=seed
+            tokenizer,
+            calibration.source,
+            "calibration",
+            num_sequences=number,
+            sequence_tokens=length,
+            seed=seed,
+            plain_share=calibration.plain_share,
         )
     if job.needs_heldout:
         heldout_ids = text_sequences(
@@ -162,10 +177,10 @@ def layer_statistics(job: Job) -> PairStatistics:
     return PairStatistics(every | {(layer, "x"): hidden for layer in job.patch_candidates})
 
 
-def group_statistics(job: Job, *, num_sink_tokens: int = 0) -> PairStatistics:
+def group_statistics(job: Job, *, num_openers: int) -> PairStatistics:
     """Empty moments of every group of layers: the keys of all its layers, and their values.
 
-    Where Patch is possible also the attention inputs of every layer; and room for the rows of the first positions.
+    Where Patch is possible also the attention inputs of every layer; and room for the rows of position 0, by kind of opener.
 
     Raises:
         PlanError: sequences so short that nothing of them is used.
@@ -183,9 +198,9 @@ def group_statistics(job: Job, *, num_sink_tokens: int = 0) -> PairStatistics:
     ]
     every = {(group, kind): found for group, found in enumerate(widths) for kind in kinds}
     hidden = (job.producer.hidden_size, job.consumer.hidden_size)
-    shapes = [(spec.num_layers, 2, num_sink_tokens, spec.kv_dim) for spec in (job.producer, job.consumer)]
+    shapes = [(spec.num_layers, 2, spec.kv_dim) for spec in (job.producer, job.consumer)]
     return PairStatistics(
-        every | {(layer, "x"): hidden for layer in job.patch_candidates}, first_rows=FirstRows(*shapes)
+        every | {(layer, "x"): hidden for layer in job.patch_candidates}, first_rows=FirstRows(num_openers, *shapes)
     )
 
 
@@ -201,8 +216,11 @@ def calibrate(
     """Fold the calibration text into empty moments, going on from `work` where an earlier run was interrupted."""
 
     def fold(remaining: Ids) -> Iterator[None]:
-        for traced_A, traced_B in paired_traces(job, remaining, _captured(job), models=models):
-            _fold(job, into, traced_A, traced_B, num_sinks=texts.num_sink_tokens)
+        traces = paired_traces(job, remaining, _captured(job), models=models)
+        for ids, (traced_A, traced_B) in zip(remaining, traces, strict=True):
+            _fold(job, into, traced_A, traced_B)
+            if into.first_rows is not None:
+                into.first_rows.update(texts.opener(ids), _first_rows(traced_A), _first_rows(traced_B))
             yield
 
     return fold_resumably(
@@ -264,7 +282,7 @@ def choose_sources(job: Job, texts: Texts, work: Path, progress: Progress, *, mo
         probes = SourceProbes(job.producer, job.consumer, seed=job.config.method.seed)
         progress.stage("choose source layers", len(sequences))
         for traced_A, traced_B in paired_traces(job, sequences, {"kv"}, models=models):
-            probes.update(traced_A, traced_B, num_sinks=texts.num_sink_tokens)
+            probes.update(traced_A, traced_B, num_sinks=NUM_SINK_TOKENS)
             progress.advance()
         return {
             str(group): torch.tensor(probes.best(range(*layers), num_sources=job.num_sources(group)))
@@ -301,20 +319,28 @@ def paired_traces(
 
 
 def text_sequences(
-    tokenizer: Any, source: Source, split: Split, *, num_sequences: int, sequence_tokens: int, seed: int
+    tokenizer: Any,
+    source: Source,
+    split: Split,
+    *,
+    num_sequences: int,
+    sequence_tokens: int,
+    seed: int,
+    plain_share: float = 0.0,
 ) -> Ids:
     """Sequences of a split that begin as served prompts do: with the opening of a user's message, then text.
 
-    A model's first tokens are attention sinks with rows unlike all others; those of a chat are always the same.
-
+    Args:
+        plain_share: share of sequences, spread evenly, that begin with text, as prompts without a chat do; they are shorter
+            by that opening.
     Raises:
         CorpusError: too little text, or sequences too short for the opening.
     """
-    opening = _chat_opening(tokenizer)
-    length = sequence_tokens - len(opening)
+    chat, plain = _chat_opening(tokenizer), _plain_opening(tokenizer)
+    length = sequence_tokens - len(chat)
     if length < 1:
         raise CorpusError(
-            f"sequences of {sequence_tokens} tokens hold no text behind the {len(opening)} that open a chat; make them longer"
+            f"sequences of {sequence_tokens} tokens hold no text behind the {len(chat)} that open a chat; make them longer"
         )
 
     def encode(text: str) -> list[int]:
@@ -325,13 +351,23 @@ def text_sequences(
     texts = token_sequences(
         source, encode, num_tokens=num_sequences * length, sequence_tokens=length, split=split, seed=seed
     )
-    return tuple((*opening, *ids) for ids in texts)
+    return tuple((*(plain if _is_plain(index, plain_share) else chat), *ids) for index, ids in enumerate(texts))
+
+
+def _is_plain(index: int, share: float) -> bool:
+    return int((index + 1) * share) > int(index * share)
+
+
+def _plain_opening(tokenizer: Any) -> list[int]:
+    """What comes before the first word of a prompt that is no chat."""
+    ids: list[int] = tokenizer("")["input_ids"]
+    return ids
 
 
 def _chat_opening(tokenizer: Any) -> list[int]:
-    """What comes before the user's first word; without a chat template the tokenizer's special tokens."""
+    """What comes before the user's first word; without a chat template as without a chat."""
     if tokenizer.chat_template is None:
-        return list(tokenizer.build_inputs_with_special_tokens([]))
+        return _plain_opening(tokenizer)
     mark = "text"
     rendered: str = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
     ids: list[int] = tokenizer(rendered[: rendered.rindex(mark)], add_special_tokens=False)["input_ids"]
@@ -352,7 +388,7 @@ def _captured(job: Job) -> Set[Capture]:
     return {"kv", "x"} if job.patch_candidates else {"kv"}
 
 
-def _fold(job: Job, statistics: PairStatistics, traced_A: ModelTrace, traced_B: ModelTrace, *, num_sinks: int) -> None:
+def _fold(job: Job, statistics: PairStatistics, traced_A: ModelTrace, traced_B: ModelTrace) -> None:
     rows = {
         "k": (traced_A.k_TF, traced_B.k_TF),
         "v": (traced_A.v_TF, traced_B.v_TF),
@@ -362,20 +398,17 @@ def _fold(job: Job, statistics: PairStatistics, traced_A: ModelTrace, traced_B: 
         a, b = rows[kind.removeprefix("group_")]
         if kind.startswith("group_"):
             given = [a[layer] for layer in job.source_layers(index)]
-            moments.update(_side_by_side(given, num_sinks), _side_by_side(b[slice(*job.groups[index])], num_sinks))
+            moments.update(_side_by_side(given), _side_by_side(b[slice(*job.groups[index])]))
         else:
             moments.update(a[index], b[index])
-    if statistics.first_rows is not None:
-        statistics.first_rows.update(*(_first_rows(traced, num_sinks) for traced in (traced_A, traced_B)))
     statistics.num_sequences += 1
 
 
-def _first_rows(traced: ModelTrace, num_positions: int) -> Tensor:
-    """`[L, 2, P, F]`."""
-    kinds = (torch.stack([rows[:num_positions] for rows in kind]) for kind in (traced.k_TF, traced.v_TF))
-    return torch.stack([*kinds], dim=1).double()
+def _first_rows(traced: ModelTrace) -> Tensor:
+    """`[L, 2, F]`."""
+    return torch.stack([torch.stack([rows[0] for rows in kind]) for kind in (traced.k_TF, traced.v_TF)], dim=1).double()
 
 
-def _side_by_side(rows: Sequence[Tensor], num_sinks: int) -> Tensor:
-    """Rows of several layers as one, without the first tokens: attention sinks are not typical."""
-    return torch.cat([*rows], dim=1)[num_sinks:]
+def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
+    """Rows of several layers as one, without attention sinks, which are not typical."""
+    return torch.cat([*rows], dim=1)[NUM_SINK_TOKENS:]

@@ -15,7 +15,7 @@ Keys are weighted before RoPE, where codes live: the gradient of a rotated key i
 One backward pass serves all T positions: with random signs r_t, `E[(sum_t r_t g_t)^2] = sum_t g_t^2` (Hutchinson).
 
 Attention sinks are left out: attention reads them so much that their gradients would set the weights of all tokens, while
-their own rows are coded around means of their position and lose nothing (`transform.SinkRows`).
+their own rows are stored and lose nothing (`transform.SinkRows`).
 
 Weights are shrunk towards the mean of their layer and kind: elements that the sample hardly touched are not free.
 Arithmetic: model in float32, sums in float64. Deterministic for a seed.

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from scd_trt.config import ScdError
-from scd_trt.distill.calibration import Ids, PairModels, Progress, Texts
+from scd_trt.distill.calibration import NUM_SINK_TOKENS, Ids, PairModels, Progress, Texts
 from scd_trt.distill.plan import Job
 from scd_trt.distill.statistics import Kind, Moments, PairStatistics
 from scd_trt.models import ModelTrace, trace
@@ -123,7 +123,7 @@ def fit(job: Job, texts: Texts, statistics: PairStatistics, progress: Progress, 
     measured: list[dict[Key, Tensor]] = []
     for fold in folds:
         traces = [trace(models.producer(), ids, capture={"kv"}) for ids in fold]
-        measured += _fold_novelty(job, wholes, gaussians, traces, num_sinks=texts.num_sink_tokens)
+        measured += _fold_novelty(job, wholes, gaussians, traces)
         progress.advance(len(fold))
     limits = joint_limits(measured, rate=job.config.method.guard_rate)
     return {
@@ -214,13 +214,11 @@ def _fold_novelty(
     wholes: Mapping[Key, Producer],
     gaussians: Mapping[Key, Tensor],
     traces: Sequence[ModelTrace],
-    *,
-    num_sinks: int,
 ) -> list[dict[Key, Tensor]]:
     """Novelty of the tokens of each sequence, under the moments of all text but these sequences."""
     found: list[dict[Key, Tensor]] = [{} for _ in traces]
     for key, whole in wholes.items():
-        rows = [_rows(job, traced, key)[num_sinks:].double() for traced in traces]
+        rows = [_rows(job, traced, key)[NUM_SINK_TOKENS:].double() for traced in traces]
         rest = whole.without(torch.cat(rows))
         directions_IQ = rest.directions(gaussians[key])
         for sequence, rows_TI in zip(found, rows, strict=True):

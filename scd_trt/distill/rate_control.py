@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from scd_trt.config import MethodConfig, ScdError
-from scd_trt.distill.calibration import PairModels, Progress, Texts, kept
+from scd_trt.distill.calibration import NUM_SINK_TOKENS, PairModels, Progress, Texts, kept
 from scd_trt.distill.fisher import ErrorWeights, FisherWeights
 from scd_trt.distill.plan import (
     DEFAULT_RATIO,
@@ -138,7 +138,7 @@ def error_weights(
 
     def weigh() -> dict[str, Tensor]:
         consumer = (models or PairModels(job)).consumer()
-        weights = FisherWeights(consumer, seed=method.seed, num_sink_tokens=texts.num_sink_tokens)
+        weights = FisherWeights(consumer, seed=method.seed, num_sink_tokens=NUM_SINK_TOKENS)
         num_sequences = num_fisher_sequences(job)
         progress.stage("weigh errors by their effect", num_sequences)
         for ids in texts.calibration[:num_sequences]:
@@ -162,7 +162,7 @@ def group_spectra(
     """Decorrelate the predicted rows of every group.
 
     Args:
-        sinks: mean rows `[L, 2, P, F]` of the first positions, of producer and consumer.
+        sinks: mean rows `[K, L, 2, F]` of position 0, by kind of opener, of producer and consumer.
     """
     method = job.config.method
     progress.stage("decorrelate groups", len(job.groups))
@@ -188,10 +188,10 @@ def _sinks(job: Job, sinks: tuple[Tensor, Tensor]) -> Iterator[SinkRows]:
     for group, (start, stop) in enumerate(job.groups):
         layers = (list(job.source_layers(group)), list(range(start, stop)))
         for kind in (0, 1):
-            producer_PI, consumer_PO = (
-                torch.cat([*rows[chosen, kind]], dim=1) for rows, chosen in zip(sinks, layers, strict=True)
+            producer_KI, consumer_KO = (
+                rows[:, chosen, kind].flatten(1) for rows, chosen in zip(sinks, layers, strict=True)
             )
-            yield SinkRows(producer_PI, consumer_PO)
+            yield SinkRows(producer_KI, consumer_KO)
 
 
 class Codes(Protocol):

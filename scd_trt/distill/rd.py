@@ -170,10 +170,10 @@ def trace(job: Job, texts: Texts, work: Path, tell: Progress, models: PairModels
 def _open(
     job: Job, texts: Texts, work: Path, tell: Progress, models: PairModels, *, is_guarded: bool = False
 ) -> _Bench:
-    empty = group_statistics(job, num_sink_tokens=texts.num_sink_tokens)
+    empty = group_statistics(job, num_openers=texts.num_openers)
     statistics = calibrate(job, texts, work, tell, into=empty, models=models)
     weights = error_weights(job, texts, tell, models=models, work=work)
-    sinks = None if statistics.first_rows is None else statistics.first_rows.means(statistics.num_sequences)
+    sinks = None if statistics.first_rows is None else statistics.first_rows.means()
     spectra = group_spectra(job, statistics, weights, tell, sinks=sinks)
     guards = guard.fit(job, texts, statistics, tell, models=models) if is_guarded else {}
     heldout = quality.open_heldout(job, texts, tell, models)

@@ -7,7 +7,7 @@ where it stopped.
 Shapes: T tokens, n width of a joint row. A joint row is `[a b]`: the producer's row followed by the consumer's, so
 `n = n_a + n_b`. Per layer: keys before RoPE `[K_A K_B]`, values `[V_A V_B]` and, where Patch is possible, normalised
 attention inputs `[X_A X_B]` (METHOD, section 1). Per group of layers, for policy `rd`: the keys
-of all its layers side by side, and their values; and the mean rows of the first P positions of a sequence (`FirstRows`).
+of all its layers side by side, and their values; and the mean rows of position 0 (`FirstRows`).
 
 Arithmetic is float64. Batches are merged by Chan's update, which keeps products centred: summing raw products would lose
 the digits that matter where a mean is large against its spread, as in keys. Memory is O(n^2) per layer and does not
@@ -90,25 +90,24 @@ class Moments:
 
 
 class FirstRows:
-    """Sums over sequences of both models' rows at the first P positions: `[L, 2, P, F]` each, keys first."""
+    """Sums over sequences of both models' rows at position 0, `[K, L, 2, F]` each, keys first; K kinds of sequences."""
 
-    def __init__(self, shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> None:
-        self.sum_a = torch.zeros(shape_a, dtype=torch.float64)
-        self.sum_b = torch.zeros(shape_b, dtype=torch.float64)
+    def __init__(self, num_kinds: int, shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> None:
+        """Shapes of one sequence's rows, `(L, 2, F)`."""
+        self.count_K = torch.zeros(num_kinds, dtype=torch.float64)
+        self.sum_a = torch.zeros(num_kinds, *shape_a, dtype=torch.float64)
+        self.sum_b = torch.zeros(num_kinds, *shape_b, dtype=torch.float64)
 
-    @property
-    def num_positions(self) -> int:
-        """P."""
-        return self.sum_a.shape[2]
+    def update(self, kind: int, rows_a: Tensor, rows_b: Tensor) -> None:
+        """Fold in one sequence's rows `[L, 2, F]`."""
+        self.count_K[kind] += 1
+        self.sum_a[kind] += rows_a
+        self.sum_b[kind] += rows_b
 
-    def update(self, rows_a: Tensor, rows_b: Tensor) -> None:
-        """Fold in one sequence's rows."""
-        self.sum_a += rows_a
-        self.sum_b += rows_b
-
-    def means(self, num_sequences: int) -> tuple[Tensor, Tensor]:
-        """Mean rows over so many sequences, of the producer and of the consumer."""
-        return self.sum_a / num_sequences, self.sum_b / num_sequences
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Mean rows `[K, L, 2, F]` of the producer and of the consumer."""
+        count_K111 = self.count_K[:, None, None, None]
+        return self.sum_a / count_K111, self.sum_b / count_K111
 
 
 class PairStatistics:
@@ -164,6 +163,7 @@ class PairStatistics:
             moments.count = state["counts"][name]
             moments.mean_n, moments.cross_nn = tensors[f"{name}.mean"], tensors[f"{name}.cross"]
         if self.first_rows is not None:
+            self.first_rows.count_K = tensors["first.count"]
             self.first_rows.sum_a, self.first_rows.sum_b = tensors["first.a"], tensors["first.b"]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -171,6 +171,7 @@ class PairStatistics:
             yield f"{_name(layer, kind)}.mean", moments.mean_n
             yield f"{_name(layer, kind)}.cross", moments.cross_nn
         if self.first_rows is not None:
+            yield "first.count", self.first_rows.count_K
             yield "first.a", self.first_rows.sum_a
             yield "first.b", self.first_rows.sum_b
 

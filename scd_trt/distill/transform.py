@@ -54,14 +54,14 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class SinkRows:
-    """Mean rows of the first P positions, of the producer `[P, I]` and of the consumer `[P, O]`, float64.
+    """Rows that position 0 may have, of the producer `[K, I]` and of the consumer `[K, O]`, float64.
 
-    The first tokens of a sequence are attention sinks: their rows lie so far from all others that no quantiser for those
-    holds them. They are also nearly the same in every sequence, and exactly so where prompts open alike.
+    A sequence's first token is an attention sink: its row lies so far from all others that no quantiser for those holds it,
+    and all later tokens see an error there. Nothing precedes it: prompts that begin with the same token have the same row.
     """
 
-    mean_PI: Tensor
-    mean_PO: Tensor
+    mean_KI: Tensor
+    mean_KO: Tensor
 
 
 def spectrum(moments: Moments, weights: Tensor, *, ridge: float) -> Spectrum:
@@ -129,11 +129,9 @@ def row_transform(
     # any step will do for it, whatever the unit of the weights
     least = max(float(found.variance_C.max().sqrt()) * 1e-6, torch.finfo(torch.float32).tiny)
     deviation_S = found.variance_C[sent_S].sqrt().clamp_min(least)
-    has_spread_S = deviation_S > least
     step_S = table.steps(widths_S, deviation_S)
     decode_SO = (found.synthesise_CO[sent_S] * step_S[:, None]).to(MATRIX_DTYPE).contiguous()
     encode_IS = (found.analyse_IC[:, sent_S] / step_S).to(MATRIX_DTYPE).contiguous()
-    half_I = _half_step(encode_IS[:, has_spread_S])
     bias_O = found.mean_O + decode_SO.double().sum(0) / 2
     return RowTransform(
         layout=allocation.layout,
@@ -141,22 +139,9 @@ def row_transform(
         encode_IS=encode_IS,
         decode_SO=decode_SO,
         bias_O=bias_O.float(),
-        sink_in_PI=None if sinks is None else (sinks.mean_PI - found.mean_I - half_I).float(),
-        sink_out_PO=None if sinks is None else (sinks.mean_PO - bias_O).float(),
+        sink_in_KI=None if sinks is None else (sinks.mean_KI - found.mean_I).float(),
+        sink_out_KO=None if sinks is None else sinks.mean_KO.float(),
     )
-
-
-def _half_step(encode_IS: Tensor) -> Tensor:
-    """The smallest row whose components are all half a step.
-
-    Components without spread have no place here: only an enormous row would move them.
-    The quantiser has no level at zero, and half a step in every component is too much for a sink: shifted by this row, the
-    mean row of a sink lies in the middle of cell 0 of every component and comes back exactly.
-    """
-    encode_SI = encode_IS.double().T
-    halves_S1 = torch.full((len(encode_SI), 1), 0.5, dtype=torch.float64)
-    solution_I1: Tensor = torch.linalg.lstsq(encode_SI, halves_S1, driver="gelsd").solution
-    return solution_I1[:, 0]
 
 
 def predicted_kl(spectra: Sequence[Spectrum], allocations: Sequence[Allocation], *, prefix_tokens: int) -> float:
