@@ -10,7 +10,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 unexport PYTHONPATH
 
-.PHONY: help setup demo test test-slow test-gpu check format bench pairs results clean
+.PHONY: help setup demo test test-slow test-soak test-gpu check format bench pairs results clean
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -26,10 +26,13 @@ demo: $(READY) ## the main job: distil a real pair, serve it over NIXL, answer t
 	$(BIN)/scd-trt demo $(PAIR)
 
 test: $(READY) ## every test that needs no GPU and no privilege
-	$(BIN)/pytest -m 'not slow and not gpu'
+	$(BIN)/pytest -m 'not slow and not soak and not gpu'
 
 test-slow: $(READY) ## the tests that take minutes
 	$(BIN)/pytest -m slow
+
+test-soak: $(READY) ## half an hour of load on real processes that are killed and stopped; prints its figures
+	$(BIN)/pytest -m soak -s tests/test_soak.py
 
 test-gpu: ## the tests for a GPU host; runs from the source tree with the python on PATH
 	python3 -m pytest -m gpu tests/gpu

@@ -32,6 +32,8 @@ from scd_trt.config import ScdError, cache_root, load_pair
 from scd_trt.deploy.check import FileReport, Finding, check_files
 from scd_trt.deploy.profiles import PROFILES
 from scd_trt.deploy.render import render, write
+from scd_trt.deploy.scd_section import CONFIG_VARIABLE, ROLE_VARIABLE
+from scd_trt.deploy.served_pair import chosen_worker, load_served_pair
 
 if TYPE_CHECKING:
     from scd_trt.evaluate.forecast import Forecast
@@ -58,6 +60,14 @@ stderr = Console(stderr=True)
 
 PairFile = Annotated[
     Path, typer.Argument(help="pair file, for example engine_configs/smollm2-qa/pair.yaml", metavar="PAIR.yaml")
+]
+ServedFile = Annotated[
+    Path,
+    typer.Argument(
+        envvar=CONFIG_VARIABLE,
+        help="pair file, or TensorRT-LLM's disaggregated file with an scd section",
+        metavar="PAIR.yaml|DISAGG.yaml",
+    ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="print one JSON document for machines")]
 
@@ -239,6 +249,59 @@ def config_models(pair: PairFile, as_json: JsonFlag = False) -> None:
 
 
 @app.command()
+def doctor(
+    pair: Annotated[
+        Path | None,
+        typer.Argument(
+            envvar=CONFIG_VARIABLE,
+            help="what is served: pair file, or the disaggregated file with an scd section",
+            metavar="[PAIR.yaml|DISAGG.yaml]",
+        ),
+    ] = None,
+    peer: Annotated[str | None, typer.Option(help="also test the way from this host", metavar="HOST[:PORT]")] = None,
+    listen: Annotated[bool, typer.Option("--listen", help="be the peer: wait for `--peer` of another host")] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(help="where to listen; default: the prefill worker's control address", metavar="HOST:PORT"),
+    ] = None,
+    role: Annotated[
+        Literal["prefill", "decode"] | None, typer.Option(envvar=ROLE_VARIABLE, help="what this host will run")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="do not read the models' weights")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say whether this host is ready to move codes, and what to do where it is not.
+
+    Bytes are moved between two processes here, and with `--peer` from another host, and the transport that UCX really took
+    is named. Codes flow from the prefill to the decode host, so `scd-trt doctor FILE --listen` belongs on the prefill host
+    and `scd-trt doctor FILE --peer PREFILL-HOST` on the decode host. Exit code 1 where something failed; warnings do not
+    count.
+    """
+    config = load_served_pair(pair, role=role, worker=chosen_worker(os.environ)) if pair else None
+    from scd_trt.doctor import ends, examination, findings
+
+    if listen:
+        options = examination.options_for(config, address)
+        ends.serve(options, _say_how_to_dial)
+        return
+    found = []
+    for finding in examination.examine(config, pair, role=role, peer=peer, reads_models=not quick):
+        found.append(finding)
+        if not as_json:
+            stdout.print("\n".join(finding.lines()), markup=False, soft_wrap=True, highlight=False)
+    if as_json:
+        print_json({"ok": findings.is_fit(found), "findings": [finding.as_json() for finding in found]})
+    if not findings.is_fit(found):
+        raise typer.Exit(1)
+
+
+def _say_how_to_dial(listening_on: str) -> None:
+    text = f"listening on {listening_on}; on the other host: scd-trt doctor FILE --peer {listening_on}   (Ctrl-C ends)"
+    stdout.print(text, markup=False, soft_wrap=True, highlight=False)
+    sys.stdout.flush()
+
+
+@app.command()
 def inspect(
     target: Annotated[str, typer.Argument(help="translator directory, model directory, .gguf file or package:<name>")],
     as_json: JsonFlag = False,
@@ -326,28 +389,28 @@ def _number(value: Any) -> str:
 
 
 @serve_app.command("prefill")
-def serve_prefill(pair: PairFile) -> None:
+def serve_prefill(pair: ServedFile) -> None:
     """Run the producer: OpenAI endpoint, encoder, sender of codes."""
     _serve_worker(pair, "prefill")
 
 
 @serve_app.command("decode")
-def serve_decode(pair: PairFile) -> None:
+def serve_decode(pair: ServedFile) -> None:
     """Run the consumer: OpenAI endpoint, receiver of codes, decoder. Works alone: without codes it prefills itself."""
     _serve_worker(pair, "decode")
 
 
 def _serve_worker(pair: Path, role: Literal["prefill", "decode"]) -> None:
-    config = load_pair(pair)
+    config = load_served_pair(pair, role=role, worker=chosen_worker(os.environ))
     from scd_trt.serving.worker import run_worker
 
     run_worker(config, role)
 
 
 @serve_app.command("router")
-def serve_router(pair: PairFile) -> None:
+def serve_router(pair: ServedFile) -> None:
     """Run the endpoint that clients talk to."""
-    config = load_pair(pair)
+    config = load_served_pair(pair)
     from scd_trt.serving.worker import run_router
 
     run_router(config)

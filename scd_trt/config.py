@@ -20,6 +20,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -165,7 +166,8 @@ class CorpusConfig(Section):
     num_tokens: PositiveInt = Field(4096, description="tokens to read")
     sequence_tokens: PositiveInt = Field(512, description="tokens per sequence given to the models")
     plain_share: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.25, description="share of sequences that begin with text; the others open as a chat does, with its special tokens"
+        0.25,
+        description="share of sequences that begin with text; the others open as a chat does, with its special tokens",
     )
 
 
@@ -240,8 +242,20 @@ class DecisionSettings(Section):
     objective: Literal["offload", "latency"] = Field("offload", description="what counts as the cost of sending")
     max_ratio: PositiveFloat = Field(1.0, description="send while its cost is at most this many local prefills")
     min_sent_tokens: PositiveInt = Field(1, description="fewer tokens than this are never sent")
+    max_local_prefill_tokens: NonNegativeInt = Field(
+        0,
+        description="the decode worker prefills by itself where it has to compute at most this many tokens of a prompt",
+    )
     measurement_ttl_s: PositiveFloat = Field(60.0, description="measured rates are forgotten after this time")
     prefill_retry_s: PositiveFloat = Field(2.0, description="a prefill worker that failed is left alone for this time")
+
+
+class WorkerConfig(Section):
+    """One prefill or decode worker: its OpenAI endpoint and its control channel."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: Port = Field(description="port of the OpenAI endpoint")
+    control_port: Port = Field(description="port of the control channel")
 
 
 class RouterConfig(Section):
@@ -251,17 +265,25 @@ class RouterConfig(Section):
     port: Port = Field(8000, description="port to listen on")
     prefill_timeout_s: PositiveFloat = Field(60.0, description="longest wait for the prefill worker")
     landing_timeout_s: NonNegativeFloat = Field(5.0, description="longest wait for codes after prefill has answered")
-    request_timeout_s: PositiveFloat = Field(600.0, description="longest wait for the decode worker")
+    request_timeout_s: PositiveFloat = Field(
+        600.0, description="deadline of an answer's first byte, retries included; after it the longest silence"
+    )
+    max_retries: NonNegativeInt = Field(
+        1, description="further workers that a request is tried on before its first byte"
+    )
     max_request_bytes: PositiveInt = Field(4 * MIB, description="largest request body")
+    policy: Literal["round_robin", "least_loaded", "prefix_affinity"] = Field(
+        "prefix_affinity", description="which worker of a role gets a request, where there are several"
+    )
+    health_interval_s: PositiveFloat = Field(1.0, description="interval of the health checks of each worker")
+    prefill_workers: tuple[WorkerConfig, ...] = Field((), description="prefill workers; empty: servers.prefill alone")
+    decode_workers: tuple[WorkerConfig, ...] = Field((), description="decode workers; empty: servers.decode alone")
+    cluster_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = Field(
+        None,
+        description="take workers that register themselves under this name (disagg_cluster over http) beside those listed "
+        "above; servers.prefill and servers.decode then say the control ports only",
+    )
     decision: DecisionSettings = DecisionSettings()
-
-
-class WorkerConfig(Section):
-    """One prefill or decode worker: its OpenAI endpoint and its control channel."""
-
-    host: str = Field("127.0.0.1", description="address to listen on")
-    port: Port = Field(description="port of the OpenAI endpoint")
-    control_port: Port = Field(description="port of the control channel")
 
 
 class ServersConfig(Section):
@@ -287,16 +309,14 @@ class ServersConfig(Section):
             yield f"{role}.control_port", worker.host, worker.control_port
 
 
-class PairConfig(Section):
-    """One model pair: what `distill` fits, `evaluate` measures and `serve` runs."""
+class ServedPair(Section):
+    """What the servers of one model pair need to know; said by a pair file or by the disaggregated file's `scd` section."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="names artifact and model id")]
     producer: ModelConfig = Field(description="model A: runs on the prefill server and makes the KV cache")
     consumer: ModelConfig = Field(description="model B: runs on the decode server and answers")
     translator: Path | None = Field(None, description="artifact directory; default: translators/<name> in the cache")
     method: MethodConfig = MethodConfig()
-    calibration: CorpusConfig = Field(description="text the maps are fitted on")
-    heldout: HeldoutConfig = Field(description="text that layers are chosen and quality is measured on")
     engine: EngineConfig = EngineConfig()
     transport: TransportConfig = TransportConfig()
     control: ControlConfig = ControlConfig()
@@ -313,6 +333,13 @@ class PairConfig(Section):
     def translator_path(self) -> Path:
         """Directory of this pair's artifact."""
         return self.translator or cache_root() / "translators" / self.name
+
+
+class PairConfig(ServedPair):
+    """One model pair: what `distill` fits, `evaluate` measures and `serve` runs."""
+
+    calibration: CorpusConfig = Field(description="text the maps are fitted on")
+    heldout: HeldoutConfig = Field(description="text that layers are chosen and quality is measured on")
 
     def method_digest(self) -> str:
         """Digest of every setting that the artifact depends on (models, method, calibration, held-out text)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
@@ -451,6 +452,20 @@ def test_client_that_leaves_cancels_its_generation(tokenizer: Any, stream: bool,
         assert engine.cancelled.wait(WAIT_S)
         gate.set()
     assert 'scd_requests_total{endpoint="completions",status="499"} 1.0' in metrics.render()[0].decode()
+
+
+def test_a_client_that_leaves_before_its_body_is_there_is_no_error(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = ServerMetrics()
+    app = create_app(scripted(tokenizer, "x"), model_id=MODEL, metrics=metrics)
+    with serve(app) as url:
+        where = httpx.URL(url)
+        with socket.create_connection((where.host, where.port or 0)) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    # leaving `serve` waits for the request
+    assert 'scd_requests_total{endpoint="completions",status="499"} 1.0' in metrics.render()[0].decode()
+    assert "Traceback" not in caplog.text
 
 
 # ---- the rest -------------------------------------------------------------------------------------------------------

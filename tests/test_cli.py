@@ -7,12 +7,18 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from serving_pairs import TinyPair, write_pair
+from serving_pairs import TinyPair, complete, write_pair
 
-from scd_trt.translator import TENSORS_FILE
+from scd_trt import translator as translators
+from scd_trt.deploy.scd_section import CONFIG_VARIABLE
+from scd_trt.deploy.served_pair import load_served_pair
+from scd_trt.model_spec import ModelSpec
+from scd_trt.serving.launcher import serving_group
+from scd_trt.translator import TENSORS_FILE, RawLayer
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +32,34 @@ def distilled(pair: TinyPair) -> TinyPair:
     return pair
 
 
-def run(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    """A pair whose artifact sends the cache as it is: made here, not distilled."""
+    pair = write_pair(tmp_path_factory.mktemp("exact"), policy="exact", same_model=True)
+    spec = ModelSpec.from_directory(pair.producer)
+    manifest = {
+        "name": pair.config.name,
+        "policy": "exact",
+        "code_dtype": "float32",
+        "raw_dtype": "float32",
+        "producer": spec,
+        "consumer": spec,
+        "groups": tuple((layer, layer + 1) for layer in range(spec.num_layers)),
+    }
+    translators.save(translators.build(manifest, (RawLayer(),) * spec.num_layers), pair.config.translator_path())
+    return pair
+
+
+def run(
+    *arguments: str, status: int = 0, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, as a user runs it; the exit status is part of the contract."""
     done = subprocess.run(
         [sys.executable, "-m", "scd_trt.cli", *arguments],
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"COLUMNS": "200"},
+        env=os.environ | {"COLUMNS": "200"} | (environment or {}),
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done
@@ -135,6 +161,25 @@ def test_port_in_use_is_named(distilled: TinyPair) -> None:
         done = run("serve", "router", str(distilled.file), status=2)
     assert f"127.0.0.1:{port}" in done.stderr
     assert "servers.router.port" in done.stderr
+
+
+def test_the_disaggregated_file_alone_serves_a_pair(exact: TinyPair, tmp_path: Path) -> None:
+    run("config", "render", str(exact.file), "--profile", "tcp", "--out", str(tmp_path))
+    disagg = tmp_path / "disagg.yaml"
+    config = load_served_pair(disagg)
+    with serving_group(disagg, config, log_directory=tmp_path / "logs") as children:
+        answer = complete(children["router"].url, list(range(4, 68)), model=config.name, max_tokens=4)
+    assert answer["usage"]["scd"]["fallback"] is None
+    assert answer["usage"]["scd"]["bytes_sent"] > 0
+
+
+def test_serving_takes_the_file_that_the_environment_names(exact: TinyPair, tmp_path: Path) -> None:
+    run("config", "render", str(exact.file), "--profile", "tcp", "--out", str(tmp_path))
+    port = exact.config.servers.router.port
+    for file in (exact.file, tmp_path / "disagg.yaml"):
+        with socket.create_server(("127.0.0.1", port)):
+            done = run("serve", "router", status=2, environment={CONFIG_VARIABLE: str(file)})
+        assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
 
 
 def test_serving_without_a_translator_says_how_to_make_one(pair: TinyPair, tmp_path: Path) -> None:

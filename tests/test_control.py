@@ -6,15 +6,17 @@ import hmac
 import secrets
 import socket
 import struct
+import time
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scd_trt.config import ControlConfig
 from scd_trt.transfer import messages
 from scd_trt.transfer.connection import (
+    MAX_CONCURRENT_FRAMES,
     MAX_CONCURRENT_REQUESTS,
     Address,
     ControlError,
@@ -24,7 +26,7 @@ from scd_trt.transfer.connection import (
     VersionError,
     connect,
 )
-from scd_trt.transfer.control import MAX_CONNECTIONS, ControlClient, ControlServer
+from scd_trt.transfer.control import MAX_CONNECTIONS, MAX_OPENING, ControlClient, ControlServer
 from scd_trt.transfer.messages import Envelope, Expect, Expected, Heartbeat, Wait, Waited
 from scd_trt.transfer.wire import new_transfer_id
 
@@ -36,15 +38,18 @@ class Worker:
     """A handler that answers a few things and remembers who left."""
 
     def __init__(self):
-        self.gone = []
+        self.gone, self.handled = [], []
         self.release = asyncio.Event()
 
     async def handle(self, connection, body):
+        self.handled.append(body)
         match body:
             case Expect(producer="bug"):
                 raise KeyError("a bug in the handler")
             case Expect(producer="refuse"):
                 raise RefusedError("arena_full", "no room for you")
+            case Expect(producer="wait"):
+                await asyncio.sleep(60)
             case Expect():
                 return Expected(num_stored=len(body.block_keys), num_granted=0)
             case Wait():
@@ -87,6 +92,12 @@ def expect(client, producer="peer:1", keys=(KEY,)):
 
 def still_serves(server):
     assert client_run(server, expect) == Expected(1, 0)
+
+
+def counts(server, **expected):
+    """These refusals, soon, and no other."""
+    asyncio.run(_until(lambda: server.statistics() == expected))
+    assert server.statistics() == expected
 
 
 def raw(server):
@@ -231,7 +242,62 @@ def test_a_secret_on_one_side_only_is_refused(tmp_path):
         client_run(server, expect, config)
 
 
+def test_a_secret_is_changed_without_a_restart(tmp_path):
+    """Each step of the change is made on one side after the other, and both orders talk at each of them."""
+    old, new = b"0123456789abcdef", b"fedcba9876543210"
+    here, there = with_secret(tmp_path, old, "here"), with_secret(tmp_path, old, "there")
+    with serving(here) as server:
+        for step in (b"\n".join([old, new]), b"\n".join([new, old]), new):
+            for file in ("here", "there"):
+                (tmp_path / file).write_bytes(step)
+                assert client_run(server, expect, there) == Expected(1, 0)
+        with pytest.raises(SecretError, match="another control secret"):
+            client_run(server, expect, with_secret(tmp_path, old, "late"))
+        counts(server, control_refused_secret=1)
+
+
+def test_an_old_secret_alone_is_accepted_while_it_is_listed(tmp_path):
+    old, new = b"0123456789abcdef", b"fedcba9876543210"
+    with serving(with_secret(tmp_path, new + b"\n" + old)) as server:
+        assert client_run(server, expect, with_secret(tmp_path, old, "old")) == Expected(1, 0)
+        assert client_run(server, expect, with_secret(tmp_path, new, "new")) == Expected(1, 0)
+
+
+def test_a_secret_file_that_vanishes_refuses_and_comes_back(tmp_path):
+    config = with_secret(tmp_path)
+    with serving(config) as server:
+        (tmp_path / "secret").rename(tmp_path / "away")
+        with raw(server) as peer:
+            closes(peer)
+        (tmp_path / "away").rename(tmp_path / "secret")
+        assert client_run(server, expect, config) == Expected(1, 0)
+        counts(server, control_refused_secret=1)
+
+
+def test_a_server_must_prove_the_secret_too(tmp_path):
+    """A listener that only repeats what it hears is not believed."""
+
+    async def run():
+        async def echo(reader, writer):
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(100):
+                    writer.write(data)
+            writer.close()
+
+        server = await asyncio.start_server(echo, "127.0.0.1", 0)
+        address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
+        with pytest.raises(SecretError, match="another control secret"):
+            await connect(address, with_secret(tmp_path), Worker())
+        server.close()
+
+    asyncio.run(run())
+
+
 def test_bad_secret_files(tmp_path):
+    with pytest.raises(SecretError, match="at most 2"):
+        ControlServer(with_secret(tmp_path, b"\n".join([b"k" * 16] * 3)), listen="127.0.0.1:0", handler=Worker())
+    with pytest.raises(SecretError, match="0 bytes"):
+        ControlServer(with_secret(tmp_path, b""), listen="127.0.0.1:0", handler=Worker())
     with pytest.raises(SecretError, match="at least 16"):
         ControlServer(with_secret(tmp_path, b"short"), listen="127.0.0.1:0", handler=Worker())
     missing = FAST.model_copy(update={"secret_file": tmp_path / "nowhere"})
@@ -278,6 +344,7 @@ def test_replayed_and_altered_frames_close_the_connection(tmp_path, caplog):
             closes(peer)
             peer.close()
         assert client_run(server, expect, config) == Expected(1, 0)
+        counts(server, control_forged_frames=2)
     assert caplog.text.count("wrong MAC") == 2
 
 
@@ -373,6 +440,33 @@ def test_a_silent_server_is_given_up():
     asyncio.run(asyncio.wait_for(run(), 5))
 
 
+def test_a_last_word_that_comes_with_the_end_is_handled():
+    last = messages.pack(Envelope(0, 0, messages.Ended("0" * 32, 3)))
+    with serving() as server:
+        with raw(server) as peer:
+            peer.sendall(preamble() + struct.pack(">I", len(last)) + last)
+            peer.shutdown(socket.SHUT_WR)
+            closes(peer)
+        asyncio.run(_until(lambda: server.worker.gone))
+        assert server.worker.handled == [messages.Ended("0" * 32, 3)]
+
+
+def test_a_pause_of_our_own_is_not_the_silence_of_the_peer():
+    """Both loops of a starved host stand still; the one that wakes first waits for the other's next heartbeat."""
+    config = FAST.model_copy(update={"heartbeat_s": 0.4, "peer_timeout_s": 0.8})
+
+    async def work(client):
+        await expect(client)
+        server.loop.call_soon_threadsafe(time.sleep, 1.3)
+        time.sleep(1.25)
+        waited = await client.wait(new_transfer_id(), timeout_s=0.8)
+        assert waited == Waited("waiting")
+        assert not server.worker.gone
+
+    with serving(config) as server:
+        client_run(server, work, config)
+
+
 def test_a_closed_connection_is_told_to_the_handler():
     with serving() as server:
         still_serves(server)
@@ -391,12 +485,35 @@ async def _until(condition):
 def test_too_many_connections_are_refused_and_the_others_live():
     config = FAST.model_copy(update={"peer_timeout_s": 5.0})
     with serving(config) as server, contextlib.ExitStack() as stack:
-        peers = [stack.enter_context(raw(server)) for _ in range(MAX_CONNECTIONS)]
-        for peer in peers:
+        for _ in range(MAX_CONNECTIONS):
+            peer = stack.enter_context(raw(server))
             peer.sendall(preamble())
-            read(peer, 40)
+            read(peer, 41)  # preamble and the beginning of a heartbeat: it is accepted
         with raw(server) as late:
             assert closes(late) == b""
+        counts(server, control_refused_full=1)
+
+
+def test_strangers_do_not_take_the_places_of_all():
+    config = FAST.model_copy(update={"peer_timeout_s": 5.0})
+    with serving(config) as server, contextlib.ExitStack() as stack:
+        friend = stack.enter_context(raw(server))
+        friend.sendall(preamble())
+        read(friend, 41)
+        strangers = [stack.enter_context(raw(server)) for _ in range(MAX_OPENING + 1)]
+        assert closes(strangers[-1]) == b""
+        counts(server, control_refused_full=1)
+        assert read(friend, 1)  # a heartbeat
+
+
+def test_a_flood_of_refusals_does_not_fill_the_log(caplog):
+    with serving() as server, caplog.at_level("WARNING"):
+        for _ in range(100):
+            with raw(server) as peer:
+                peer.sendall(preamble(version=9))
+                closes(peer)
+        counts(server, control_refused_version=100)
+    assert len(caplog.records) <= 10  # one a second
 
 
 def test_too_many_requests_close_the_connection():
@@ -408,6 +525,21 @@ def test_too_many_requests_close_the_connection():
             peer.sendall((struct.pack(">I", len(data)) + data) * (MAX_CONCURRENT_REQUESTS + 1))
             closes(peer)
         still_serves(server)
+
+
+def test_too_many_bytes_of_requests_close_the_connection(caplog):
+    """The size of what is being answered is bounded, not only the number."""
+    config = FAST.model_copy(update={"max_frame_bytes": 1 << 16, "peer_timeout_s": 5.0})
+    waits = messages.pack(Envelope(1, 0, Expect("0" * 32, [KEY] * 3000, "wait")))
+    with serving(config) as server:
+        with raw(server) as peer, contextlib.suppress(ConnectionError):
+            peer.sendall(preamble())
+            for _ in range(MAX_CONCURRENT_FRAMES * config.max_frame_bytes // len(waits) + 1):
+                peer.sendall(struct.pack(">I", len(waits)) + waits)
+            closes(peer)
+        counts(server, control_malformed_frames=1)
+        still_serves(server)
+    assert "bytes of requests at once" in caplog.text
 
 
 def test_a_frame_that_is_too_large_to_send_is_refused_here():
@@ -424,7 +556,10 @@ def test_a_frame_that_is_too_large_to_send_is_refused_here():
         {"type": "Expect", "transfer_id": "0" * 32, "block_keys": [], "producer": "a:1", "extra": 1},
         {"type": "Wait", "transfer_id": "0" * 32, "timeout_s": 1e9},
         {"type": "Wait", "transfer_id": "0" * 32, "timeout_s": -1.0},
+        {"type": "Wait", "transfer_id": "0" * 32, "timeout_s": float("nan")},
         {"type": "Revoke", "transfer_id": "0" * 31 + "G"},
+        {"type": "Revoke", "transfer_id": "0" * 32 + "\n"},
+        {"type": "Ended", "transfer_id": "0" * 32, "num_writes": 0, "encode_ms": float("inf")},
         {"type": "Ended", "transfer_id": "0" * 32, "num_writes": 0, "reason": "because"},
     ],
 )
@@ -437,3 +572,94 @@ def test_limits_of_messages(body):
 def test_any_bytes_give_an_envelope_or_a_decode_error(data):
     with contextlib.suppress(msgspec.MsgspecError):
         messages.unpack(data)
+
+
+@pytest.mark.parametrize("depth", [100, 10_000, 1_000_000])
+@pytest.mark.parametrize("tag_first", [True, False])
+def test_values_nested_deeply_are_a_decode_error(depth, tag_first):
+    tag, nest = b"\xa4type\xa9Heartbeat", b"\xa1a" + b"\x91" * depth + b"\xc0"
+    with pytest.raises(msgspec.MsgspecError):
+        messages.unpack(b"\x93\x00\x00\x82" + (tag + nest if tag_first else nest + tag))
+
+
+# -- fuzzing: valid frames that were cut, changed and spliced
+
+SAMPLES = [
+    Envelope(0, 0, Heartbeat()),
+    Envelope(1, 0, Expect("0" * 32, [KEY, KEY], "a:1")),
+    Envelope(2, 0, Wait("0" * 32, 0.0)),
+    Envelope(0, 7, Expected(1, 2, "arena_full", "text")),
+    Envelope(3, 0, messages.SessionHello("consumer", "nixl_cu12 1.5.1", "f", 32, [64, 8], "a")),
+    Envelope(4, 0, messages.SessionArena(KEY, b"metadata", 4096, 1 << 20)),
+    Envelope(5, 0, messages.Grant("0" * 32, [KEY], 0, 0, 64, 1)),
+    Envelope(0, 0, messages.Ended("0" * 32, 3, None, 1.5, 2.5)),
+    Envelope(0, 9, messages.TraceReply([messages.TraceEvent(1.0, "landed", "0" * 32)])),
+    Envelope(0, 9, messages.Status("consumer", "f", "a", "t", "l", 1, {"landed": 3})),
+]
+edits = st.lists(
+    st.one_of(
+        st.tuples(st.just("flip"), st.integers(0, 2**16), st.integers(1, 255)),
+        st.tuples(st.just("cut"), st.integers(0, 2**16), st.integers(1, 64)),
+        st.tuples(st.just("insert"), st.integers(0, 2**16), st.binary(min_size=1, max_size=16)),
+    ),
+    max_size=4,
+)
+
+
+def edited(data, changes):
+    """Apply random edits; positions count modulo the length."""
+    for kind, where, what in changes:
+        at = where % (len(data) + 1)
+        match kind:
+            case "flip" if at < len(data):
+                data = data[:at] + bytes([data[at] ^ what]) + data[at + 1 :]
+            case "cut":
+                data = data[:at] + data[at + what :]
+            case "insert":
+                data = data[:at] + what + data[at:]
+    return data
+
+
+@given(st.sampled_from(SAMPLES), edits)
+def test_edited_messages_give_an_envelope_or_a_decode_error(sample, changes):
+    try:
+        envelope = messages.unpack(edited(messages.pack(sample), changes))
+    except msgspec.MsgspecError:
+        return
+    assert messages.unpack(messages.pack(envelope)) == envelope
+
+
+@pytest.fixture(scope="module")
+def fuzzed():
+    """One server for all examples, and what its loop had to report as unhandled."""
+    unhandled = []
+    with serving(FAST.model_copy(update={"peer_timeout_s": 5.0})) as server:
+        server.loop.set_exception_handler(lambda loop, context: unhandled.append(context))
+        yield server, unhandled
+
+
+@given(
+    opening=st.one_of(st.just(preamble()), st.binary(max_size=60), edits.map(lambda e: edited(preamble(), e))),
+    frames=st.lists(st.tuples(st.sampled_from(SAMPLES), edits, st.integers(-3, 3)), max_size=4),
+    tail=st.binary(max_size=60),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_stream_of_bytes_ends_in_a_closed_connection_and_nothing_else(fuzzed, caplog, opening, frames, tail):
+    server, unhandled = fuzzed
+    data = opening
+    for sample, changes, error in frames:
+        body = edited(messages.pack(sample), changes)
+        data += struct.pack(">I", max(0, len(body) + error)) + body
+    with raw(server) as peer, contextlib.suppress(ConnectionError):
+        peer.sendall(data + tail)
+        peer.shutdown(socket.SHUT_WR)
+        closes(peer)
+    assert not unhandled
+    assert "a request failed" not in caplog.text
+    assert len(server._connections) <= 2
+
+
+def test_the_fuzzed_server_still_serves(fuzzed):
+    server, unhandled = fuzzed
+    still_serves(server)
+    assert not unhandled

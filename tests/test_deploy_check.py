@@ -138,6 +138,7 @@ WRONG_DISAGG_SETTINGS: list[tuple[str, str, object]] = [
     ("context_servers.urls", "context_servers", {"num_instances": 1}),
     ("schedule_style", "schedule_style", "generation_first"),
     ("scd.workers", "scd.workers.prefill.control_urls", []),
+    ("scd.workers", "scd.workers.prefill.control_urls", ["elsewhere:8101"]),
     ("scd.transport.backend", "scd.transport.backend", "loopback"),
     ("scd.control.secret_file", "scd.control", {}),
     ("scd.transport.device", "scd.transport.device", None),
@@ -238,10 +239,11 @@ def test_connector_classes_exist_under_the_names_that_are_rendered() -> None:
     assert {requirements.SCHEDULER_CLASS, requirements.WORKER_CLASS} <= classes
 
 
-def test_environment_variables_are_the_connectors() -> None:
-    runtime = (ROOT / "scd_trt" / "serving" / "connector_runtime.py").read_text()
-    assert f'CONFIG_VARIABLE = "{scd_section.CONFIG_VARIABLE}"' in runtime
-    assert f'ROLE_VARIABLE = "{scd_section.ROLE_VARIABLE}"' in runtime
+def test_names_of_environment_variables_stand_in_one_place() -> None:
+    names = [value for name, value in vars(scd_section).items() if name.endswith("_VARIABLE")]
+    for file in (ROOT / "scd_trt").rglob("*.py"):
+        strings = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
+        assert file.name == "scd_section.py" or not strings & set(names), file
 
 
 def test_reasons_read_as_clauses() -> None:

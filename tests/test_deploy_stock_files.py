@@ -10,8 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scd_trt.config import ConfigError
-from scd_trt.deploy.scd_section import CONFIG_VARIABLE
-from scd_trt.deploy.stock_files import DisaggStockFile, StockFile, load_disagg, load_selected, load_server_options
+from scd_trt.deploy.stock_files import DisaggStockFile, StockFile, load_disagg, load_server_options
 from scd_trt.deploy.stock_schema import DisaggFile, KvConnectorConfig, ServerOptions, Stock
 
 SCD = """\
@@ -194,7 +193,7 @@ def test_top_level_values_may_repeat_in_the_sections(tmp_path: Path) -> None:
         ("  transports: {}\n", r"scd\.transports: unknown key; did you mean 'transport'\?"),
         ("  wholly_new: 1\n", r"scd\.wholly_new: unknown key;"),
         ("  transport: {lane: ib}\n", r"scd\.transport\.lane: Input should be 'auto', 'tcp' or 'shm'; found 'ib'"),
-        ("  router: {port: 9}\n", r"scd\.router: port belong to hostname and port at the top of the file"),
+        ("  router: {port: 9}\n", r"scd\.router: port belongs to port, in the stock part of the file"),
         ("  workers: {prefill: {control_urls: ['http://a:1']}}\n", r"scd\.workers\.prefill\.control_urls\.0"),
     ],
 )
@@ -211,17 +210,6 @@ def test_paths_of_the_scd_section_are_relative_to_the_file(tmp_path: Path) -> No
     assert section.consumer.adapter == tmp_path / "adapter"
     assert section.translator_path() == tmp_path / "translators" / "demo"
     assert section.control.secret_file == tmp_path / "secret"
-
-
-def test_environment_selects_the_file(tmp_path: Path) -> None:
-    disagg(tmp_path, SCD)
-    selected = load_selected({CONFIG_VARIABLE: str(tmp_path / "disagg.yaml")})
-    assert selected.options.scd is not None
-    with pytest.raises(ConfigError, match="TLLM_SCD_CONFIG is not set"):
-        load_selected({})
-    disagg(tmp_path, "port: 1\n")
-    with pytest.raises(ConfigError, match="no scd section"):
-        load_selected({CONFIG_VARIABLE: str(tmp_path / "disagg.yaml")})
 
 
 @pytest.mark.parametrize("text", ["", "[]", "a: [", "1", "kv_cache_config: []", "scd: 3", "context_servers: x"])

@@ -6,210 +6,49 @@ the connectors do. Everything else is what ships.
 
 from __future__ import annotations
 
-import itertools
-import json
-import socket
-import struct
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
 import pytest
-from live_servers import WAIT_S, ScriptedEngine, free_port, serve
+from live_servers import WAIT_S, free_port, serve
+from routed_workers import (
+    ANSWER,
+    NAME,
+    TERMS,
+    TOKENS_PER_BLOCK,
+    Group,
+    ask,
+    chat,
+    completion,
+    events,
+    group_of_two,
+    prompt,
+    raw_server,
+)
 from tiny_models import save_tiny_tokenizer
 
-from scd_trt import kv_cache
-from scd_trt.config import ControlConfig, DecisionSettings, PairConfig, StoreConfig, TransportConfig
+from scd_trt.config import PairConfig
 from scd_trt.models import load_tokenizer
 from scd_trt.serving.api import create_app
-from scd_trt.serving.generation import Generation
 from scd_trt.serving.handover import REASONS, CodeTerms
 from scd_trt.serving.metrics import ServerMetrics
-from scd_trt.serving.router import create_router
-from scd_trt.serving.sampling import SamplingParams
-from scd_trt.transfer.session import Consumer, Producer, open_transport
-from scd_trt.transfer.store import CodeStore
-from scd_trt.transfer.wire import CodeLayout
-
-NAME = "pair"
-TOKENS_PER_BLOCK = 8
-LAYOUT = CodeLayout(TOKENS_PER_BLOCK, (5, 6))
-TERMS = CodeTerms(fingerprint="f" * 32, bytes_per_token=11, dense_bytes_per_token=44)
-TRANSPORT = TransportConfig(backend="loopback", arena_bytes=1 << 20, send_buffer_bytes=1 << 20)
-CONTROL = ControlConfig(heartbeat_s=0.2, peer_timeout_s=1.0)
-ANSWER = "The answer."
-numbers = itertools.count()
-
-
-def sent_keys(prompt: Sequence[int], salt: str) -> list[bytes]:
-    scope = kv_cache.scope(fingerprint=TERMS.fingerprint, salt=salt)
-    keys = kv_cache.block_keys(prompt, tokens_per_block=TOKENS_PER_BLOCK, scope=scope)
-    return keys[: kv_cache.num_sent_blocks(len(prompt), TOKENS_PER_BLOCK)]
-
-
-@dataclass
-class PrefillEngine(ScriptedEngine):
-    """Pushes codes for every prompt that a grant waits for, unless `pushes` says no."""
-
-    producer: Producer | None = None
-    pushes: bool = True
-
-    def submit(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, cache_salt: str = "") -> Generation:
-        generation = super().submit(prompt_token_ids, sampling, cache_salt=cache_salt)
-        assert self.producer is not None
-        push = self.producer.plan(sent_keys(prompt_token_ids, cache_salt)) if self.pushes else None
-        if push is not None:
-            rows = len(push.blocks) * TOKENS_PER_BLOCK
-            for group, width in enumerate(LAYOUT.bytes_per_token):
-                push.send(group, push.blocks.start, np.full((rows, width), 7, dtype=np.uint8))
-            push.finish(encode_ms=2.5)
-        return generation
-
-
-@dataclass
-class DecodeEngine(ScriptedEngine):
-    """Reports the codes that have landed as matched."""
-
-    consumer: Consumer | None = None
-
-    def submit(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, cache_salt: str = "") -> Generation:
-        generation = super().submit(prompt_token_ids, sampling, cache_salt=cache_salt)
-        assert self.consumer is not None
-        keys = sent_keys(prompt_token_ids, cache_salt)
-        generation.cached_tokens = self.consumer.match(keys) * TOKENS_PER_BLOCK
-        self.consumer.note(keys, matched_tokens=generation.cached_tokens, decode_ms=1.5)
-        return generation
-
-
-@dataclass
-class Group:
-    """Both workers, and how to start a router in front of them."""
-
-    tokenizer: Any
-    prefill: PrefillEngine
-    decode: DecodeEngine
-    ports: dict[str, int] = field(default_factory=dict)
-
-    def config(self, *, router: dict[str, Any] | None = None, **ports: int) -> PairConfig:
-        port = self.ports | ports
-        model, text = {"model": "unused"}, {"source": "unused"}
-        return PairConfig.model_validate(
-            {
-                "name": NAME,
-                "producer": model,
-                "consumer": model,
-                "calibration": text,
-                "heldout": text,
-                "engine": {"tokens_per_block": TOKENS_PER_BLOCK},
-                "control": CONTROL.model_dump(),
-                "servers": {
-                    "router": {"landing_timeout_s": 0.3, **(router or {})},
-                    "prefill": {"port": port["prefill"], "control_port": port["prefill_control"]},
-                    "decode": {"port": port["decode"], "control_port": port["decode_control"]},
-                },
-            }
-        )
-
-    @contextmanager
-    def router(
-        self, config: PairConfig | None = None, *, terms: CodeTerms = TERMS, retry_s: float = 1e-9
-    ) -> Iterator[tuple[httpx.Client, ServerMetrics]]:
-        metrics = ServerMetrics(fallback_reasons=REASONS)
-        settings = DecisionSettings(prefill_retry_s=retry_s)
-        app = create_router(
-            config or self.config(), tokenizer=self.tokenizer, terms=terms, metrics=metrics, settings=settings
-        )
-        with serve(app) as url, httpx.Client(base_url=url, timeout=WAIT_S) as client:
-            yield client, metrics
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
-    tokenizer = load_tokenizer(save_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
-    transport = open_transport(TRANSPORT)
-    common: Any = {"config": TRANSPORT, "control": CONTROL, "fingerprint": TERMS.fingerprint, "layout": LAYOUT}
-    producer = Producer(transport, listen="127.0.0.1:0", **common)
-    store = CodeStore(StoreConfig(capacity_bytes=1 << 20))
-    consumer = Consumer(transport, listen="127.0.0.1:0", store=store, **common)
-    group = Group(tokenizer, PrefillEngine(tokenizer, producer=producer), DecodeEngine(tokenizer, consumer=consumer))
-    prefill = create_app(group.prefill, model_id=NAME, metrics=ServerMetrics())
-    decode = create_app(group.decode, model_id=NAME, metrics=ServerMetrics())
-    with serve(prefill) as prefill_url, serve(decode) as decode_url:
-        addresses = {"prefill": prefill_url, "decode": decode_url}
-        addresses |= {"prefill_control": producer.address, "decode_control": consumer.address}
-        group.ports = {name: int(address.rsplit(":", 1)[1]) for name, address in addresses.items()}
+    with group_of_two(load_tokenizer(save_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))) as group:
         yield group
-    consumer.close()
-    producer.close()
 
 
 @pytest.fixture
 def group(workers: Group) -> Group:
     """The workers, well and unused."""
-    for engine, text in ((workers.prefill, "A"), (workers.decode, ANSWER)):
-        engine.script = workers.tokenizer.encode(text, add_special_tokens=False)
-        engine.fail_with = engine.fail_at = engine.gate = None
-        engine.max_requests, engine.max_prompt_tokens = 1 << 30, 200
-        engine.submitted.clear()
-        engine.cancelled.clear()
-    workers.prefill.pushes = True
+    workers.prefill.reset()
+    workers.decode.reset()
     return workers
-
-
-def prompt() -> str:
-    """38 characters, so 38 tokens, or 39 with the beginning-of-text token; no other test has it."""
-    return f"{next(numbers):06d} what is the answer to all?!"
-
-
-def completion(text: str, **fields: Any) -> dict[str, Any]:
-    return {"model": NAME, "prompt": text, "max_tokens": 20, "temperature": 0, **fields}
-
-
-def chat(text: str, **fields: Any) -> dict[str, Any]:
-    return {"model": NAME, "messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
-
-
-def ask(client: httpx.Client, body: dict[str, Any]) -> dict[str, Any]:
-    response = client.post("/v1/completions", json=body)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    assert answer["choices"][0]["text"] == ANSWER
-    assert response.headers["x-scd-transfer-id"] == answer["usage"]["scd"]["transfer_id"]
-    return answer
-
-
-def events(text: str) -> list[Any]:
-    return [data if (data := part[6:]) == "[DONE]" else json.loads(data) for part in text.split("\n\n") if part]
-
-
-@contextmanager
-def raw_server(answer: bytes | None) -> Iterator[int]:
-    """Reads something from every connection, then writes `answer` and closes, or resets the connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def run() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                with connection:
-                    connection.recv(1 << 16)
-                    if answer is None:
-                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    else:
-                        connection.sendall(answer)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        yield int(listener.getsockname()[1])
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join(WAIT_S)
 
 
 # ---- codes arrive ---------------------------------------------------------------------------------------------------
@@ -227,6 +66,19 @@ def test_codes_cross_and_usage_tells_what_they_cost(group: Group) -> None:
     assert scd == {
         "decision": "send",
         "decision_reason": "unmeasured",
+        "decision_inputs": {
+            "sent_tokens": num_sent,
+            "sent_bytes": num_sent * 11,
+            "stored_tokens": 0,
+            "prefill_cached_tokens": 0,
+            "link_bytes_per_s": None,
+            "prefill_tokens_per_s": None,
+            "local_tokens_per_s": None,
+            "reconstruct_s_per_token": None,
+            "send_s": None,
+            "local_s": None,
+            "local_source": None,
+        },
         "fallback": None,
         "prompt_tokens": num_tokens,
         "matched_tokens": num_sent,
@@ -296,7 +148,7 @@ def test_stream_without_usage_passes_unchanged(group: Group) -> None:
     body = completion(prompt(), stream=True)
     with group.router() as (client, metrics):
         routed = client.post("/v1/completions", json=body)
-        direct = httpx.post(f"http://127.0.0.1:{group.ports['decode']}/v1/completions", json=body)
+        direct = httpx.post(f"http://127.0.0.1:{group.decode_served.port}/v1/completions", json=body)
     assert routed.headers["x-scd-transfer-id"]
     ids = [events(response.text)[0]["id"] for response in (routed, direct)]
     times = [f'"created":{events(response.text)[0]["created"]}' for response in (routed, direct)]
@@ -429,7 +281,7 @@ def test_codes_that_the_engine_does_not_take_are_told(group: Group, monkeypatch:
 
 
 def test_a_prefill_that_failed_is_left_alone_for_a_while(group: Group) -> None:
-    with group.router(group.config(prefill=free_port()), retry_s=60.0) as (client, _):
+    with group.router(group.config(prefill=free_port(), router={"decision": {"prefill_retry_s": 60.0}})) as (client, _):
         reasons = [ask(client, completion(prompt()))["usage"]["scd"]["fallback"] for _ in range(2)]
     assert reasons == ["prefill_unreachable", "prefill_down"]
 
@@ -472,7 +324,7 @@ def test_decode_refusals_pass_unchanged(group: Group, stream: bool) -> None:
 
 def test_decode_is_silent(group: Group) -> None:
     group.decode.gate, group.decode.gate_at = threading.Event(), 0
-    with group.router(group.config(router={"request_timeout_s": 0.3})) as (client, _):
+    with group.router(group.config(router={"request_timeout_s": 2.0})) as (client, _):
         response = client.post("/v1/completions", json=completion(prompt()))
     assert (response.status_code, response.json()["error"]["code"]) == (504, "decode_unavailable")
     assert group.decode.cancelled.wait(WAIT_S)
@@ -523,7 +375,8 @@ def test_client_that_leaves_within_a_stream_cancels_decode(group: Group) -> None
         group.decode.gate.set()
 
 
-def test_trace_headers_are_passed_on_and_others_are_not(group: Group) -> None:
+@pytest.mark.parametrize("given", ["a trace", "nothing", "nonsense"])
+def test_every_hop_gets_a_span_of_the_clients_trace(group: Group, given: str) -> None:
     seen: list[dict[str, str]] = []
 
     async def recording(scope: Any, receive: Any, send: Any) -> None:
@@ -531,21 +384,28 @@ def test_trace_headers_are_passed_on_and_others_are_not(group: Group) -> None:
             seen.append({name.decode(): value.decode() for name, value in scope["headers"]})
         await apps[scope["server"][1]](scope, receive, send)
 
-    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    trace = {"a trace": f"00-{trace_id}-{span_id}-01", "nothing": None, "nonsense": f"00-{trace_id}-{'0' * 16}-01"}[
+        given
+    ]
     apps: dict[int, Any] = {}
     with serve(recording) as prefill_url, serve(recording) as decode_url:
         ports = {name: int(url.rsplit(":", 1)[1]) for name, url in (("prefill", prefill_url), ("decode", decode_url))}
         apps[ports["prefill"]] = create_app(group.prefill, model_id=NAME, metrics=ServerMetrics())
         apps[ports["decode"]] = create_app(group.decode, model_id=NAME, metrics=ServerMetrics())
         with group.router(group.config(**ports)) as (client, _):
-            headers = {"traceparent": trace, "authorization": "Bearer secret", "tracestate": "x" * 600}
+            headers = {"authorization": "Bearer secret", "tracestate": "vendor=1"}
+            headers |= {"traceparent": trace} if trace else {}
             response = client.post("/v1/completions", json=completion(prompt()), headers=headers)
-    assert len(seen) == 2
+    spans = [headers["traceparent"].split("-") for headers in seen]
+    assert len(spans) == 2
+    assert len({trace_id, *(span[1] for span in spans)}) == (1 if given == "a trace" else 2)
+    assert len({span_id, *(span[2] for span in spans)}) == 3
+    assert {span[3] for span in spans} == {"01" if given == "a trace" else "00"}
     for headers in seen:
-        assert headers["traceparent"] == trace
         assert headers["x-scd-transfer-id"] == response.headers["x-scd-transfer-id"]
+        assert headers.get("tracestate") == ("vendor=1" if given == "a trace" else None)
         assert "authorization" not in headers
-        assert "tracestate" not in headers
 
 
 def test_refusals_need_no_worker(group: Group) -> None:

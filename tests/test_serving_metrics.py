@@ -37,6 +37,8 @@ def test_all_names_are_there_from_the_start() -> None:
         "scd_transfers_total",
         "scd_fallback_total",
         "scd_code_store_bytes",
+        "scd_engine_requests",
+        "scd_engine_free_blocks",
         "scd_inflight_transfers",
         "scd_translator_info",
         "scd_transport_info",

@@ -2,170 +2,41 @@
 
 import asyncio
 import contextlib
-import hashlib
-import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transfer_peer import LAYOUT, codes_of
+from transfer_workers import (
+    FAST,
+    FINGERPRINT,
+    LAYOUT,
+    MIB,
+    Decode,
+    Liar,
+    assert_landed,
+    codes_of,
+    keys_of,
+    landed_groups,
+    make_producer,
+    pair_of,
+    push_all,
+    until,
+)
 
-from scd_trt.config import ControlConfig, StoreConfig, TransportConfig
 from scd_trt.transfer import producer as producer_module
 from scd_trt.transfer.connection import Address, ControlError, UnreachableError, connect
-from scd_trt.transfer.control import ControlClient
 from scd_trt.transfer.messages import Grant, Granted, SessionArena, SessionWelcome
-from scd_trt.transfer.session import Consumer, Producer, open_transport
-from scd_trt.transfer.store import CodeStore
 from scd_trt.transfer.terms import Terms
-from scd_trt.transfer.transport import LoopbackHub, LoopbackTransport, RemoteArena
+from scd_trt.transfer.transport import LoopbackHub, LoopbackTransport
 from scd_trt.transfer.wire import CodeLayout, Notification, new_transfer_id
-
-FAST = ControlConfig(heartbeat_s=0.1, peer_timeout_s=2.0, lease_s=20.0)
-MIB = 1 << 20
-FINGERPRINT = "fingerprint of a translator"
-
-
-def transport_config(backend, **changes):
-    fields = {"backend": backend, "arena_bytes": MIB, "send_buffer_bytes": MIB, "window": 4, "write_timeout_s": 2.0}
-    if backend == "nixl":
-        fields |= {"lane": "tcp", "device": "lo"}
-    return TransportConfig(**(fields | changes))
-
-
-def keys_of(text, num_blocks):
-    keys, key = [], text.encode()
-    for _ in range(num_blocks):
-        key = hashlib.blake2b(key, digest_size=16).digest()
-        keys.append(key)
-    return keys
-
-
-def until(condition, what, timeout_s=10.0):
-    """Poll for a state of another thread or process that tells nobody."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline_s, f"waited {timeout_s} s until {what}"
-        time.sleep(2e-3)
-    return result
-
-
-class Decode:
-    """A decode worker in this process, and a router's client of it in a loop of its own."""
-
-    def __init__(
-        self, backend, *, control=FAST, store_bytes=16 * MIB, hub=None, transport=None, layout=LAYOUT, **changes
-    ):
-        self.config = transport_config(backend, **changes)
-        self.control = control
-        self.transport = transport or (LoopbackTransport(hub) if hub else open_transport(self.config))
-        self.store = CodeStore(StoreConfig(capacity_bytes=store_bytes))
-        self.consumer = Consumer(
-            self.transport,
-            config=self.config,
-            control=control,
-            listen="127.0.0.1:0",
-            fingerprint=FINGERPRINT,
-            layout=layout,
-            store=self.store,
-        )
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self.client = self._run(self._make_client())
-
-    async def _make_client(self):
-        return ControlClient(self.consumer.address, self.control)
-
-    def _run(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
-
-    def expect(self, keys, producer):
-        transfer_id = new_transfer_id()
-        return transfer_id, self._run(self.client.expect(transfer_id, keys, producer=producer))
-
-    def wait(self, transfer_id, timeout_s=10.0):
-        return self._run(self.client.wait(transfer_id, timeout_s=timeout_s))
-
-    def cancel(self, transfer_id):
-        return self._run(self.client.cancel(transfer_id))
-
-    def cancel_all(self, transfer_ids):
-        async def burst():
-            return await asyncio.gather(*(self.client.cancel(transfer_id) for transfer_id in transfer_ids))
-
-        return self._run(burst())
-
-    def report(self, transfer_id):
-        return self._run(self.client.report(transfer_id))
-
-    def trace(self, transfer_id):
-        return self._run(self.client.trace(transfer_id))
-
-    def status(self):
-        return self._run(self.client.status())
-
-    def counters(self):
-        return self.consumer.statistics()
-
-    def arena_is_whole(self):
-        found = self.counters()
-        return found["arena_free_bytes"] == self.config.arena_bytes and not found["arena_quarantined_bytes"]
-
-    def close(self):
-        self._run(self.client.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
-        self._loop.close()
-        self.consumer.close()
-
-
-def make_producer(decode, *, control=FAST, fingerprint=FINGERPRINT, layout=LAYOUT, listen="127.0.0.1:0", **changes):
-    return Producer(
-        decode.transport,
-        config=decode.config.model_copy(update=changes),
-        control=control,
-        listen=listen,
-        fingerprint=fingerprint,
-        layout=layout,
-    )
 
 
 @pytest.fixture(params=["loopback", "nixl"])
 def pair(request):
     with pair_of(request.param) as pair:
         yield pair
-
-
-@contextlib.contextmanager
-def pair_of(backend, *, producer=None, **options):
-    decode = Decode(backend, **options)
-    prefill = make_producer(decode, **(producer or {}))
-    try:
-        yield decode, prefill
-    finally:
-        prefill.close()
-        decode.close()
-
-
-def push_all(push, layout=LAYOUT):
-    for group in range(layout.num_groups):
-        push.send(group, push.blocks.start, codes_of(group, push.blocks.start, len(push.blocks), layout=layout))
-    push.finish(encode_ms=3.5)
-
-
-def assert_landed(decode, keys, layout=LAYOUT):
-    with decode.consumer.pin(keys) as blocks:
-        assert blocks.num_blocks == len(keys)
-        for group in range(layout.num_groups):
-            assert (blocks.codes(group) == codes_of(group, 0, len(keys), layout=layout)).all()
 
 
 # -- the life of a transfer, over both transports
@@ -243,10 +114,6 @@ def test_groups_travel_while_later_ones_are_computed(pair):
     assert names[:2] == ["granted", "planned"]
 
 
-def landed_groups(decode, transfer_id):
-    return sum(event.name == "landed" for event in decode.consumer.trace.events(transfer_id))
-
-
 def test_many_transfers_at_once(pair):
     decode, prefill = pair
     prompts = [keys_of(f"prompt {index}", 5) for index in range(20)]
@@ -298,6 +165,80 @@ def test_finish_without_everything_is_not_encoded(pair):
     push.finish()
     assert decode.wait(transfer_id).reason == "not_encoded"
     until(decode.arena_is_whole, "the extent is back")
+
+
+def test_blocks_that_were_queued_before_a_short_finish_still_travel():
+    """The writes wait behind a full window when `finish` says that no more will come."""
+    hub = LoopbackHub(held=True)
+    with pair_of("loopback", hub=hub, window=1) as (decode, prefill):
+        keys = keys_of("a", 6)
+        transfer_id, _ = decode.expect(keys, prefill.address)
+        push = prefill.plan(keys)
+        for first in range(4):
+            for group in range(3):
+                push.send(group, first, codes_of(group, first, 1))
+        push.finish()
+        hub.held = False
+        waited = decode.wait(transfer_id)
+        assert (waited.state, waited.reason) == ("failed", "not_encoded")
+        assert_landed(decode, keys[:4])
+        assert decode.consumer.match(keys) == 4
+        until(decode.arena_is_whole, "the extent is back")
+
+
+# -- the end of a worker
+
+
+def test_a_draining_producer_takes_no_grant_and_finishes_its_leases(pair):
+    decode, prefill = pair
+    keys = keys_of("a", 4)
+    transfer_id, _ = decode.expect(keys, prefill.address)
+    push = prefill.plan(keys)
+    assert not prefill.drain(timeout_s=0.05)
+    _, expected = decode.expect(keys_of("b", 4), prefill.address)
+    assert (expected.num_granted, expected.reason) == (0, "draining")
+    push_all(push)
+    assert prefill.drain(timeout_s=5)
+    assert decode.wait(transfer_id).state == "landed"
+
+
+def test_a_draining_consumer_asks_for_nothing_and_waits_for_what_is_due(pair):
+    decode, prefill = pair
+    keys = keys_of("a", 4)
+    transfer_id, _ = decode.expect(keys, prefill.address)
+    assert not decode.consumer.drain(timeout_s=0.05)
+    refused_id, expected = decode.expect(keys_of("b", 4), prefill.address)
+    assert (expected.num_granted, expected.reason) == (0, "consumer_draining")
+    assert decode.consumer.holds(transfer_id)
+    assert not decode.consumer.holds(refused_id)
+    push_all(prefill.plan(keys))
+    assert decode.consumer.drain(timeout_s=5)
+    assert decode.wait(transfer_id).state == "landed"
+    _, expected = decode.expect(keys, prefill.address)  # what is stored needs no codes
+    assert (expected.num_stored, expected.reason) == (4, None)
+
+
+def test_closing_the_producer_first_writes_what_is_finished(pair):
+    decode, prefill = pair
+    prompts = [keys_of(f"prompt {index}", 40) for index in range(10)]
+    transfers = [decode.expect(keys, prefill.address)[0] for keys in prompts]
+    for keys in prompts:
+        push_all(prefill.plan(keys))
+    prefill.close()
+    assert {decode.wait(transfer_id).state for transfer_id in transfers} == {"landed"}
+    for keys in prompts:
+        assert_landed(decode, keys)
+    until(decode.arena_is_whole, "the fence")
+
+
+def test_a_producer_whose_peer_is_silent_closes_all_the_same():
+    hub = LoopbackHub(held=True)
+    with pair_of("loopback", hub=hub, write_timeout_s=0.3) as (decode, prefill):
+        decode.expect(keys_of("a", 4), prefill.address)
+        push_all(prefill.plan(keys_of("a", 4)))
+        begin_s = time.monotonic()
+        prefill.close()
+        assert time.monotonic() - begin_s < 2
 
 
 @pytest.mark.parametrize(("decode_s", "prefill_s", "reason"), [(1.0, 20.0, "timeout"), (20.0, 1.0, "not_encoded")])
@@ -518,36 +459,6 @@ def test_a_decode_worker_is_no_producer():
 # -- notifications and grants that lie
 
 
-class Liar:
-    """A prefill worker of our making: speaks the control protocol by the book, and writes what a test wants."""
-
-    def __init__(self, decode, hub):
-        self.transport = LoopbackTransport(hub)
-        self.arena, self.grants, self.ready = None, [], threading.Event()
-        self.prefill = make_producer(decode)
-        self._connect_arena = self.prefill._connect_arena
-        self.prefill._connect_arena = self.spy_arena
-        self._grant = self.prefill._grant
-        self.prefill._grant = self.spy_grant
-
-    async def spy_arena(self, connection, arena):
-        self.arena = arena
-        return await self._connect_arena(connection, arena)
-
-    def spy_grant(self, connection, grant):
-        self.grants.append(grant)
-        return self._grant(connection, grant)
-
-    def write(self, note, payload, remote_offset):
-        source = producer_module.SendBuffer(MIB).buffer
-        source.array[: len(payload)] = payload
-        remote = RemoteArena(self.arena.metadata, self.arena.address, self.arena.num_bytes)
-        sender = self.transport.open_sender("liar", source, remote)
-        data = note if isinstance(note, bytes) else note.pack()
-        handle = sender.write(0, remote_offset, len(payload), notification=data)
-        assert sender.poll(handle)
-
-
 @pytest.mark.parametrize(
     ("changes", "counter"),
     [
@@ -568,7 +479,7 @@ def test_notifications_that_lie_are_ignored_and_counted(changes, counter):
     with contextlib.ExitStack() as stack:
         decode = Decode("loopback", hub=hub)
         stack.callback(decode.close)
-        liar = Liar(decode, hub)
+        liar = Liar(make_producer(decode), LoopbackTransport(hub))
         stack.callback(liar.prefill.close)
         keys = keys_of("a", 2)
         transfer_id, _ = decode.expect(keys, liar.prefill.address)
@@ -709,168 +620,6 @@ def test_closing_the_consumer_ends_the_session(pair):
     until(lambda: push.reason == "consumer_gone", "the push fails")
     push_all(push)
     until(lambda: prefill.buffer.num_free_bytes == MIB, "the send buffer is empty")
-
-
-class PrefillProcess:
-    """A prefill worker in a process of its own (NIXL on tcp)."""
-
-    def __init__(self, *, listen="127.0.0.1:0", fingerprint=FINGERPRINT, layout=LAYOUT, **changes):
-        options = {
-            "listen": listen,
-            "fingerprint": fingerprint,
-            "tokens_per_block": layout.tokens_per_block,
-            "bytes_per_token": layout.bytes_per_token,
-            "transport": transport_config("nixl", **changes).model_dump(),
-            "control": FAST.model_dump(),
-        }
-        script = Path(__file__).with_name("transfer_peer.py")
-        command = [sys.executable, str(script), json.dumps(options)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.address = self._answer()["address"]
-
-    def ask(self, do, **arguments):
-        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def plan(self, keys):
-        return self.ask("plan", keys=[key.hex() for key in keys])["blocks"]
-
-    def push_all(self, keys):
-        first, stop = self.plan(keys)
-        self.ask("send", groups=list(range(3)), blocks=[first, stop - first])
-        self.ask("finish")
-
-    def signal(self, number):
-        os.kill(self.process.pid, number)
-
-    def close(self):
-        if self.process.poll() is None:
-            self.signal(signal.SIGCONT)
-            self.process.kill()
-        self.process.wait(10)
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-    def _answer(self):
-        line = self.process.stdout.readline()
-        assert line, f"the prefill process ended with {self.process.wait(5)}"
-        return json.loads(line)
-
-
-@contextlib.contextmanager
-def prefill_process(**options):
-    peer = PrefillProcess(**options)
-    try:
-        yield peer
-    finally:
-        peer.close()
-
-
-@pytest.fixture
-def decode():
-    decode = Decode("nixl")
-    yield decode
-    decode.close()
-
-
-def test_two_processes(decode):
-    with prefill_process() as prefill:
-        keys = keys_of("a", 8)
-        transfer_id, expected = decode.expect(keys, prefill.address)
-        assert expected.num_granted == 8
-        prefill.push_all(keys)
-        assert decode.wait(transfer_id).state == "landed"
-        assert_landed(decode, keys)
-
-
-def test_kill_in_the_middle_of_a_transfer_then_a_restart_on_the_same_port(decode):
-    keys = keys_of("a", 8)
-    with prefill_process() as prefill:
-        transfer_id, _ = decode.expect(keys, prefill.address)
-        prefill.plan(keys)
-        prefill.ask("send", groups=[0, 1], blocks=[0, 8])
-        until(lambda: landed_groups(decode, transfer_id) == 2, "two groups have landed")
-        begin_s = time.monotonic()
-        prefill.signal(signal.SIGKILL)
-        waited = decode.wait(transfer_id)
-        assert (waited.state, waited.reason) == ("failed", "producer_gone")
-        assert time.monotonic() - begin_s < 1
-    assert decode.consumer.match(keys) == 0
-    with prefill_process(listen=prefill.address) as again:
-        transfer_id, expected = decode.expect(keys, again.address)
-        assert expected.num_granted == 8
-        again.push_all(keys)
-        assert decode.wait(transfer_id).state == "landed"
-        assert_landed(decode, keys)
-    until(decode.arena_is_whole, "everything was fenced")
-
-
-def test_kill_in_the_middle_of_a_write():
-    layout = CodeLayout(16, (8192,))
-    big = {"arena_bytes": 72 * MIB, "send_buffer_bytes": 72 * MIB}
-    decode = Decode("nixl", layout=layout, store_bytes=128 * MIB, **big)
-    keys = keys_of("a", 512)  # 64 MiB, written in 16 pieces
-    with prefill_process(layout=layout, **big) as prefill:
-        transfer_id, _ = decode.expect(keys, prefill.address)
-        prefill.plan(keys)
-        prefill.process.stdin.write(json.dumps({"do": "send", "groups": [0], "blocks": [0, 512]}) + "\n")
-        prefill.process.stdin.flush()
-        until(lambda: decode.consumer.match(keys), "the first of 16 writes is published")
-        prefill.signal(signal.SIGKILL)
-        begin_s = time.monotonic()
-        assert decode.wait(transfer_id).reason == "producer_gone"
-        assert time.monotonic() - begin_s < 1
-        num_landed = decode.consumer.match(keys)
-        assert 0 < num_landed < 512
-        with decode.consumer.pin(keys) as blocks:  # what was published is whole
-            assert (blocks.codes(0) == codes_of(0, 0, num_landed, layout=layout)).all()
-    until(decode.arena_is_whole, "the fence")
-    decode.close()
-
-
-def test_kill_while_idle(decode):
-    with prefill_process() as prefill:
-        decode.expect(keys_of("a", 2), prefill.address)
-        prefill.signal(signal.SIGKILL)
-        until(lambda: decode.status().num_sessions == 0, "the loss is noticed")
-        _, expected = decode.expect(keys_of("b", 2), prefill.address)
-        assert expected.reason == "producer_unreachable"
-
-
-def test_a_stopped_producer_is_given_up_within_the_peer_timeout(decode):
-    with prefill_process() as prefill:
-        keys = keys_of("a", 8)
-        transfer_id, _ = decode.expect(keys, prefill.address)
-        prefill.plan(keys)
-        prefill.ask("send", groups=[0], blocks=[0, 8])
-        prefill.signal(signal.SIGSTOP)
-        begin_s = time.monotonic()
-        assert decode.wait(transfer_id).reason == "producer_gone"
-        assert time.monotonic() - begin_s < FAST.peer_timeout_s + 1
-        begin_s = time.monotonic()
-        _, expected = decode.expect(keys, prefill.address)
-        assert expected.reason == "producer_unreachable"  # the kernel accepts, nobody speaks
-        assert time.monotonic() - begin_s < FAST.peer_timeout_s + 1
-        until(decode.arena_is_whole, "the fence")
-        prefill.signal(signal.SIGCONT)
-
-        def is_granted():
-            nonlocal transfer_id
-            transfer_id, expected = decode.expect(keys, prefill.address)
-            return expected.num_granted
-
-        until(is_granted, "it is accepted again after it was continued")
-        prefill.push_all(keys)
-        assert decode.wait(transfer_id).state == "landed"
-        assert_landed(decode, keys)
-
-
-def test_wrong_fingerprint_of_a_process(decode):
-    with prefill_process(fingerprint="another") as prefill:
-        _, expected = decode.expect(keys_of("a", 2), prefill.address)
-        assert expected.reason == "fingerprint_mismatch"
-        assert "another" in expected.text
 
 
 def test_router_sees_a_dead_decode_worker():

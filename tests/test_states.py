@@ -152,12 +152,13 @@ def test_sent_twice_is_ignored_and_half_twice_is_an_error():
     assert state.num_in_flight == 1
 
 
-def test_finish_with_holes_fails():
+def test_finish_with_holes_still_writes_what_is_queued():
     state = sending()
     state.queue(0, 0, 3)
     state.finish()
-    assert (state.reason, state.is_drained) == ("not_encoded", False)
-    state.dropped()
+    assert (state.end_reason, state.is_failed, state.is_drained) == ("not_encoded", False, False)
+    assert not state.queue(1, 0, 3)
+    state.written()
     assert state.is_drained
 
 

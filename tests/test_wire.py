@@ -1,5 +1,7 @@
 """Wire: golden bytes from the table of the module, round trips, and what is refused."""
 
+import itertools
+
 import numpy as np
 import pytest
 import xxhash
@@ -98,6 +100,30 @@ def test_any_bytes_give_a_notification_or_a_wire_error(data):
         Notification.unpack(data)
     except WireError:
         pass
+
+
+@given(st.lists(st.tuples(st.integers(0, 79), st.integers(1, 255)), min_size=1, max_size=4))
+def test_an_edited_notification_vouches_for_nothing(edits):
+    data = bytearray(note().sealed(PAYLOAD).pack())
+    original = bytes(data)
+    for offset, change in edits:
+        data[offset] ^= change
+    if data == original:
+        return
+    try:
+        edited = Notification.unpack(bytes(data))
+    except WireError:
+        return
+    assert not edited.vouches_for(PAYLOAD)
+
+
+@given(st.lists(st.integers(0, 100), max_size=5))
+def test_pieces_are_vouched_for_as_a_whole_is(cuts):
+    sealed, edges = note().sealed(PAYLOAD), sorted([0, *cuts, 100])
+    pieces = [PAYLOAD[start:stop] for start, stop in itertools.pairwise(edges)]
+    assert sealed.vouches_for(*pieces)
+    assert not sealed.vouches_for(*pieces, PAYLOAD[:1])
+    assert not sealed.vouches_for()
 
 
 @pytest.mark.parametrize(

@@ -1,36 +1,28 @@
-"""A prefill worker in a process of its own, for fault tests: JSON commands on stdin, one JSON answer per line on stdout.
+"""A prefill or decode worker in a process of its own, for fault tests: JSON commands on stdin, JSON answers on stdout.
 
-python transfer_peer.py '{"listen": ..., "fingerprint": ..., "transport": {...}, "control": {...}}'
-{"do": "plan", "keys": [hex, ...]}           -> {"blocks": [start, stop] | null}
-{"do": "send", "groups": [...], "blocks": [first, num]}  -> {"sent": num_bytes}
-{"do": "finish"} | {"do": "abort", "reason": ...}        -> {"done": true}
-{"do": "events"}                             -> {"events": [[time_s, name, group], ...]}
+python transfer_peer.py '{"role": "prefill", "listen": ..., "fingerprint": ..., "transport": {...}, "control": {...}}'
+Its first line is {"address": ...}. SIGTERM closes it in order, as it does a server. `versions` says what it claims to speak.
+Each public method of `Prefill` and `Decode` below is a command: {"do": "plan", "keys": [hex, ...]} -> {"blocks": [0, 4]}.
 """
 
 import json
+import signal
 import sys
 
 import numpy as np
+from network_link import enter_namespace
+from transfer_workers import DecodeWorker, Liar, assert_landed, codes_of
 
 from scd_trt.config import ControlConfig, TransportConfig
+from scd_trt.transfer import connection, wire
 from scd_trt.transfer.session import Producer, open_transport
+from scd_trt.transfer.transport import TransportError
 from scd_trt.transfer.wire import CodeLayout
 
-LAYOUT = CodeLayout(4, (64, 256, 32))
 
-
-def codes_of(group, first_block, num_blocks, *, layout=LAYOUT):
-    """The codes that every test expects for these blocks."""
-    rows = np.arange(first_block * layout.tokens_per_block, (first_block + num_blocks) * layout.tokens_per_block)
-    columns = np.arange(layout.bytes_per_token[group])
-    return (rows * 31 % 251).astype(np.uint8)[:, None] + ((columns * 7 + group) % 241).astype(np.uint8)
-
-
-class Peer:
+class Prefill:
     def __init__(self, options):
-        self.layout = CodeLayout(
-            options.get("tokens_per_block", 4), tuple(options.get("bytes_per_token", (64, 256, 32)))
-        )
+        self.layout = layout_of(options)
         config = TransportConfig(**options["transport"])
         self.producer = Producer(
             open_transport(config),
@@ -40,10 +32,15 @@ class Peer:
             fingerprint=options["fingerprint"],
             layout=self.layout,
         )
-        self.push = None
+        self.address, self.push = self.producer.address, None
+        self.liar = Liar(self.producer, self.producer._transport)
+        self.sender = self.write_on = None
+
+    def close(self):
+        self.producer.close()
 
     def plan(self, keys):
-        self.push = self.producer.plan([bytes.fromhex(key) for key in keys])
+        self.push = self.producer.plan(from_hex(keys))
         return {"blocks": [self.push.blocks.start, self.push.blocks.stop] if self.push else None}
 
     def send(self, groups, blocks):
@@ -62,18 +59,88 @@ class Peer:
         self.push.abort(reason)
         return {"done": True}
 
+    def reason(self):
+        return {"reason": self.push.reason}
+
+    def write_on_your_own(self, offset, num_bytes):
+        """Write past all that the producer knows: from the second time on, over a connection that is open."""
+        if self.write_on is None:
+            self.sender = self.liar.sender()
+            self.write_on = self.sender.__enter__()
+        try:
+            self.write_on(b"not yours any more", np.full(num_bytes, 0xDD, dtype=np.uint8), offset)
+        except TransportError as error:
+            return {"written": False, "error": str(error)}
+        return {"written": True}
+
     def events(self):
         return {"events": [[event.time_s, event.name, event.group] for event in self.producer.trace.events()]}
 
+    def counters(self):
+        return self.producer.statistics()
+
+
+class Decode:
+    def __init__(self, options):
+        self.layout = layout_of(options)
+        self.worker = DecodeWorker(
+            config=TransportConfig(**options["transport"]),
+            control=ControlConfig(**options["control"]),
+            listen=options["listen"],
+            fingerprint=options["fingerprint"],
+            layout=self.layout,
+            store_bytes=options["store_bytes"],
+        )
+        self.address = self.worker.consumer.address
+
+    def close(self):
+        self.worker.close()
+
+    def expect(self, keys, producer):
+        transfer_id, expected = self.worker.expect(from_hex(keys), producer)
+        return {"transfer_id": transfer_id, "num_granted": expected.num_granted, "reason": expected.reason}
+
+    def wait(self, transfer_id, timeout_s):
+        waited = self.worker.wait(transfer_id, timeout_s)
+        return {"state": waited.state, "reason": waited.reason}
+
+    def check(self, keys):
+        assert_landed(self.worker, from_hex(keys), self.layout)
+        return {"intact": True}
+
+    def counters(self):
+        return self.worker.counters()
+
+
+def layout_of(options):
+    return CodeLayout(options["tokens_per_block"], tuple(options["bytes_per_token"]))
+
+
+def from_hex(keys):
+    return [bytes.fromhex(key) for key in keys]
+
+
+def claim(versions):
+    """Speak another version than this release does."""
+    connection.PROTOCOL_VERSION = versions.get("control", connection.PROTOCOL_VERSION)
+    wire.WIRE_VERSION = versions.get("wire", wire.WIRE_VERSION)
+
 
 def main():
-    peer = Peer(json.loads(sys.argv[1]))
-    print(json.dumps({"address": peer.producer.address}), flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        answer = getattr(peer, command.pop("do"))(**command)
-        print(json.dumps(answer), flush=True)
-    peer.producer.close()
+    options = json.loads(sys.argv[1])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if options["namespace"]:
+        enter_namespace(options["namespace"])
+    claim(options["versions"])
+    peer = {"prefill": Prefill, "decode": Decode}[options["role"]](options)
+    try:
+        print(json.dumps({"address": peer.address}), flush=True)
+        for line in sys.stdin:
+            command = json.loads(line)
+            answer = getattr(peer, command.pop("do"))(**command)
+            print(json.dumps(answer), flush=True)
+    finally:
+        peer.close()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,14 @@ from typing import Any, Literal
 from scd_trt.config import ConfigError, PairConfig, load_pair, read_mapping
 from scd_trt.deploy import requirements
 from scd_trt.deploy.requirements import UNSET, Group, Requirement, Role, as_yaml, found
-from scd_trt.deploy.stock_files import DisaggStockFile, Passed, StockFile, load_disagg, load_server_options
+from scd_trt.deploy.stock_files import (
+    DisaggStockFile,
+    Passed,
+    StockFile,
+    is_pair_file,
+    load_disagg,
+    load_server_options,
+)
 from scd_trt.deploy.stock_schema import DisaggFile, ServerOptions
 
 Kind = Literal["pair", "prefill", "decode", "disagg", "unknown"]
@@ -95,7 +102,7 @@ def _read(path: Path, role: Role | None, allow: frozenset[str]) -> tuple[FileRep
 
 def _kind(path: Path, role: Role | None) -> Literal["pair", "prefill", "decode", "disagg"]:
     _, data = read_mapping(path, ServerOptions, example="a pair file or a file of TensorRT-LLM")
-    if {"producer", "consumer"} & data.keys():
+    if is_pair_file(data):
         return "pair"
     own = set(DisaggFile.model_fields) - set(ServerOptions.model_fields) - {"perf_metrics_max_requests"}
     if own & data.keys():

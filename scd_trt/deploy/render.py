@@ -24,7 +24,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
-from scd_trt.config import ModelConfig, PairConfig, ScdError, Section, read_mapping, validated
+from scd_trt.config import ModelConfig, PairConfig, ScdError, Section, WorkerConfig, read_mapping, validated
 from scd_trt.deploy import requirements
 from scd_trt.deploy.commented_yaml import Entry, Value, comment_lines, dump
 from scd_trt.deploy.profiles import Profile, profile_named
@@ -268,14 +268,13 @@ def _disagg_heading(config: PairConfig, profile: Profile) -> str:
 
 
 def _disagg(config: PairConfig, profile: Profile, place: _Place) -> tuple[Entry, ...]:
-    servers = config.servers
+    servers, router = config.servers, config.servers.router
+    prefills, decodes = router.prefill_workers or (servers.prefill,), router.decode_workers or (servers.decode,)
     settings: dict[str, Any] = {
         "hostname": servers.router.host,
         "port": servers.router.port,
-        "context_servers.num_instances": 1,
-        "context_servers.urls": (_address(servers.prefill.host, servers.prefill.port),),
-        "generation_servers.num_instances": 1,
-        "generation_servers.urls": (_address(servers.decode.host, servers.decode.port),),
+        **_server_settings("context_servers", prefills),
+        **_server_settings("generation_servers", decodes),
         "scd.pair": config.name,
     }
     settings |= _model_settings("scd.producer", config.producer, place)
@@ -283,15 +282,30 @@ def _disagg(config: PairConfig, profile: Profile, place: _Place) -> tuple[Entry,
     if config.translator is not None:
         settings["scd.translator"] = place.spelled(config.translator)
     settings["scd.tokens_per_block"] = config.engine.tokens_per_block
+    if "guard" in config.method.model_fields_set:
+        settings["scd.guard"] = config.method.guard
     settings |= _transport_settings(config, profile)
     settings |= _given("scd.control", config.control, {"secret_file"})
     if config.control.secret_file is not None:
         settings["scd.control.secret_file"] = place.spelled(config.control.secret_file)
     settings |= {"scd.store.capacity_bytes": profile.store_bytes} | _given("scd.store", config.store)
-    settings["scd.workers.prefill.control_urls"] = (_address(servers.prefill.host, servers.prefill.control_port),)
-    settings["scd.workers.decode.control_urls"] = (_address(servers.decode.host, servers.decode.control_port),)
-    settings |= _given("scd.router", servers.router, {"host", "port"})
+    settings["scd.workers.prefill.control_urls"] = _control_urls(prefills)
+    settings["scd.workers.decode.control_urls"] = _control_urls(decodes)
+    if router.cluster_name is not None:
+        raise RenderError(
+            "servers.router.cluster_name: discovery is not rendered; add disagg_cluster to the files by hand"
+        )
+    settings |= _given("scd.router", router, {"host", "port", "prefill_workers", "decode_workers", "cluster_name"})
     return _nested(settings, _disagg_comments(profile))
+
+
+def _server_settings(key: str, workers: Sequence[WorkerConfig]) -> dict[str, Any]:
+    urls = tuple(_address(worker.host, worker.port) for worker in workers)
+    return {f"{key}.num_instances": len(urls), f"{key}.urls": urls}
+
+
+def _control_urls(workers: Sequence[WorkerConfig]) -> tuple[str, ...]:
+    return tuple(_address(worker.host, worker.control_port) for worker in workers)
 
 
 def _disagg_comments(profile: Profile) -> dict[str, str]:

@@ -273,6 +273,17 @@ def _every_worker_has_a_control_channel(content: DisaggFile) -> bool:
     ) == len(content.generation_servers.urls)
 
 
+def _control_channels_are_on_their_workers_hosts(content: DisaggFile) -> bool:
+    if content.scd is None:
+        return True
+    workers, servers = content.scd.workers, (content.context_servers, content.generation_servers)
+    return all(
+        url.rpartition(":")[0] == control_url.rpartition(":")[0]
+        for role, section in zip((workers.prefill, workers.decode), servers, strict=True)
+        for url, control_url in zip(section.urls, role.control_urls, strict=False)
+    )
+
+
 def _moves_bytes_between_processes(content: DisaggFile) -> bool:
     return content.scd is None or content.scd.transport.backend == "nixl"
 
@@ -315,6 +326,12 @@ DISAGG: tuple[Requirement, ...] = (
         "one control url for each url",
         "a worker that cannot be told what to expect grants no memory: its prompts are never sent",
         _every_worker_has_a_control_channel,
+    ),
+    Requirement(
+        "scd.workers",
+        "control urls that name each worker's host as its url does",
+        "a worker listens on one address for both, and refuses to start",
+        _control_channels_are_on_their_workers_hosts,
     ),
     Requirement(
         "scd.transport.backend",

@@ -1,10 +1,12 @@
 """The `scd:` section of the disaggregated file: what router and connectors need to know, once, in one place.
 
 Owns `ScdSection`. Its parts are the pair file's own sections (`config`), so a key means the same in both files; what a pair
-file says about fitting and measuring (method, calibration, held-out text) is not needed to serve and is not in here.
+file says about fitting and measuring (method, calibration, held-out text) is not needed to serve and is not in here, but
+for `guard`, which servers may switch off. `served_pair` turns the section into what the processes read.
 
 The file is named by the environment variable `TLLM_SCD_CONFIG` on every host: TensorRT-LLM hands only variables that begin
-with TLLM or TRTLLM to its ranks. `TLLM_SCD_ROLE` is `prefill` or `decode`. An unknown key in the section is a mistake.
+with TLLM or TRTLLM to its ranks. `TLLM_SCD_ROLE` is `prefill` or `decode`; `TLLM_SCD_WORKER`, where a role has several
+urls, is the index of the worker's own, from 0. An unknown key in the section is a mistake.
 
 Control channel: `workers.prefill.control_urls[i]` belongs to `context_servers.urls[i]`, `workers.decode.control_urls[i]` to
 `generation_servers.urls[i]`. With `disagg_cluster` discovery the lists may be empty.
@@ -13,7 +15,7 @@ Control channel: `workers.prefill.control_urls[i]` belongs to `context_servers.u
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
@@ -31,9 +33,20 @@ from scd_trt.config import (
 
 CONFIG_VARIABLE = "TLLM_SCD_CONFIG"
 ROLE_VARIABLE = "TLLM_SCD_ROLE"
+WORKER_VARIABLE = "TLLM_SCD_WORKER"
 
 HostPort = Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}$")]
 """host:port without scheme; IPv6 addresses in brackets."""
+
+
+_STOCK_PLACES = {
+    "host": "hostname",
+    "port": "port",
+    "prefill_workers": "context_servers.urls",
+    "decode_workers": "generation_servers.urls",
+    "cluster_name": "disagg_cluster.cluster_name",
+}
+"""Keys of the router that the disaggregated file has other places for."""
 
 
 class RoleSection(Section):
@@ -57,6 +70,7 @@ class ScdSection(Section):
     consumer: ModelConfig = Field(description="model B, as in the pair file: the decode workers run it")
     translator: Path | None = Field(None, description="artifact directory; default: translators/<pair> in the cache")
     tokens_per_block: PositiveInt = Field(32, description="tokens of one KV block, the same on both sides")
+    guard: Literal["off", "cut"] = Field("cut", description="as method.guard of the pair file")
     transport: TransportConfig = TransportConfig()
     control: ControlConfig = ControlConfig()
     store: StoreConfig = StoreConfig()
@@ -66,9 +80,10 @@ class ScdSection(Section):
 
     @field_validator("router")
     @classmethod
-    def _address_stands_above(cls, value: RouterConfig) -> RouterConfig:
-        if given := {"host", "port"} & value.model_fields_set:
-            raise ValueError(f"{' and '.join(sorted(given))} belong to hostname and port at the top of the file")
+    def _nothing_that_stock_keys_say(cls, value: RouterConfig) -> RouterConfig:
+        if given := _STOCK_PLACES.keys() & value.model_fields_set:
+            told = "; ".join(f"{key} belongs to {_STOCK_PLACES[key]}" for key in sorted(given))
+            raise ValueError(f"{told}, in the stock part of the file")
         return value
 
     def translator_path(self) -> Path:

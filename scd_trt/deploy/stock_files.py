@@ -1,6 +1,6 @@
 """Reading TensorRT-LLM's files: form, lines, and what becomes of keys that the mirror does not know.
 
-Owns the two loaders, `load_selected` for the file that the environment names, and the judgement of unknown keys. They are
+Owns the two loaders and the judgement of unknown keys. They are
 judged one by one, because the stock files grow with every release:
 - near a known key (a typo, or the name that the command line uses): a mistake, with the key that was meant. A new key that
   only looks like a typo is allowed by name: `config check --allow KEY`, or `scd.allow_keys` in the disaggregated file;
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import yaml
 
 from scd_trt.config import ConfigError, read_mapping, validated
-from scd_trt.deploy.scd_section import CONFIG_VARIABLE, resolve_paths
+from scd_trt.deploy.scd_section import resolve_paths
 from scd_trt.deploy.stock_schema import DisaggFile, ServerOptions, Stock
 from scd_trt.yaml_mistakes import line_of, model_in, nearest
 
@@ -86,19 +86,9 @@ def load_disagg(path: Path, *, allow: frozenset[str] = frozenset()) -> DisaggSto
     return DisaggStockFile(path, options, passed, node)
 
 
-def load_selected(environment: Mapping[str, str]) -> DisaggStockFile:
-    """Read the disaggregated file that `TLLM_SCD_CONFIG` names.
-
-    Raises:
-        ConfigError: the variable is not set, or the file is wrong or has no `scd` section.
-    """
-    name = environment.get(CONFIG_VARIABLE)
-    if not name:
-        raise ConfigError(f"{CONFIG_VARIABLE} is not set; it names the disaggregated file with the scd section")
-    file = load_disagg(Path(name))
-    if file.options.scd is None:
-        raise ConfigError(f"{name}: no scd section, and {CONFIG_VARIABLE} names this file; see docs/tensorrt-llm.md")
-    return file
+def is_pair_file(data: Mapping[str, Any]) -> bool:
+    """Whether the content of a YAML file is meant to be a pair file and none of TensorRT-LLM's."""
+    return bool({"producer", "consumer"} & data.keys())
 
 
 def _load(

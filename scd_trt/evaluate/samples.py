@@ -43,11 +43,13 @@ class ProducerSample:
 
 @torch.no_grad()
 def producer_sample(producer: LoadedModel, sequences: Sequence[Sequence[int]]) -> ProducerSample:
-    """Rows of the first sequences, as many as the bounds allow and at least one."""
+    """Rows of the first sequences, as many as the bounds allow and at least one, all cut to the length of the shortest."""
     spec = producer.spec
     num_tokens = min(MAX_SAMPLE_TOKENS, MAX_SAMPLE_BYTES // (8 * spec.num_layers * spec.kv_dim))
     num_sequences = max(1, num_tokens // len(sequences[0]))
-    traces = [trace(producer, ids, capture={"kv"}) for ids in sequences[:num_sequences]]
+    chosen = sequences[:num_sequences]
+    length = min(map(len, chosen))
+    traces = [trace(producer, ids[:length], capture={"kv"}) for ids in chosen]
     keys, values = (
         torch.stack([torch.stack(rows) for rows in found], dim=1).float()
         for found in ([traced.k_TF for traced in traces], [traced.v_TF for traced in traces])

@@ -137,22 +137,26 @@ def create_app(
     async def health() -> Response:
         return Response(status_code=200 if is_healthy() else 503)
 
-    install_information(app, model_id=model_id, metrics=metrics)
+    install_information(app, model_ids=(model_id,), metrics=metrics)
     return app
 
 
-def install_information(app: FastAPI, *, model_id: str, metrics: ServerMetrics) -> None:
+def install_information(app: FastAPI, *, model_ids: Sequence[str], metrics: ServerMetrics) -> None:
     """GET /v1/models, /v1/models/{id}, /metrics and /version."""
-    model = {"id": model_id, "object": "model", "created": int(time.time()), "owned_by": "scd-trt"}
+    created = int(time.time())
+    cards = {
+        model_id: {"id": model_id, "object": "model", "created": created, "owned_by": "scd-trt"}
+        for model_id in model_ids
+    }
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response({"object": "list", "data": [model]})
+        return json_response({"object": "list", "data": list(cards.values())})
 
     @app.get("/v1/models/{name}")
     async def one_model(name: str) -> Response:
-        check_model(name, model_id)
-        return json_response(model)
+        check_model(name, *cards)
+        return json_response(cards[name])
 
     @app.get("/metrics")
     async def prometheus() -> Response:

@@ -1,11 +1,13 @@
-"""Send codes, or let the consumer prefill by itself? A pure cost model over measured rates; no clock, no I/O.
+"""What becomes of a request: codes, the decode side's own store, or a prefill by the decode worker; and what the prefill
+worker is asked. A pure cost model over measured rates and pure rewriting: no clock, no I/O, no event loop, so that the
+same code can serve inside another orchestrator.
 
-For a prompt of T tokens whose first S tokens would travel as `bytes`:
+For a prompt of T tokens of which K are at the decode worker already and S more would travel as `bytes`:
 
-    prefill_s     = T / prefill_tokens_per_s           on the prefill worker
+    prefill_s     = (T - C) / prefill_tokens_per_s     on the prefill worker, C of them cached there
     transfer_s    = bytes / link_bytes_per_s           runs beside the prefill, layer by layer
-    reconstruct_s = S * reconstruct_s_per_token        on the decode worker
-    local_s       = T / local_tokens_per_s             the consumer's own prefill
+    reconstruct_s = tokens * reconstruct_s_per_token   on the decode worker, of all codes that it would use
+    local_s       = (T - K) / local_tokens_per_s       the consumer's own prefill of what it does not have
 
     objective "offload":  send_s = max(0, transfer_s - prefill_s) + reconstruct_s
     objective "latency":  send_s = max(prefill_s, transfer_s) + reconstruct_s
@@ -14,20 +16,35 @@ Codes are sent while `send_s <= max_ratio * local_s`. "offload" is the default b
 prefills off the decode server: its own prefill is the price of that, and only what codes add to it counts against them.
 "latency" counts it, and so sends only where the prefill server is much faster or has the prefix cached.
 
-A rate that was not measured lately is None. Codes are then sent: only sending measures the link, and a landing deadline
-bounds what the try can cost. An old measurement is forgotten, so a link that was slow once is tried again.
+A rate that was not measured lately is None. Codes are then sent and the reason is "unmeasured": only sending measures the
+link, and a landing deadline bounds what the try can cost. An old measurement is forgotten, so a link that was slow once is
+tried again. A consumer that has not prefilled lately has no measured speed. Where both models compute the same per token
+(`consumer_speed`, 1.0 for equal shapes) the producer's stands for it and `local_source` says "assumed": the hosts may
+differ all the same, and the first prefill that the consumer is left with measures it. Where they do not, it is unknown.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from scd_trt.config import DecisionSettings
 
-SMOOTHING = 0.3
-Choice = Literal["send", "local"]
-DecisionReason = Literal["cheaper", "unmeasured", "too_short", "several_prompts", "prefill_down", "too_costly"]
+Choice = Literal["send", "stored", "local"]
+DecisionReason = Literal[
+    "cheaper",
+    "unmeasured",
+    "stored",
+    "mostly_stored",
+    "too_short",
+    "several_prompts",
+    "prefill_down",
+    "too_costly",
+]
+LocalSource = Literal["measured", "assumed"]
+CHOICES: tuple[Choice, ...] = get_args(Choice)
+DECISION_REASONS: tuple[DecisionReason, ...] = get_args(DecisionReason)
 
 
 @dataclass(frozen=True)
@@ -42,7 +59,16 @@ class Rates:
 
 @dataclass(frozen=True)
 class DecisionInputs:
-    """All that a decision looks at."""
+    """All that a decision looks at.
+
+    Attributes:
+        sent_tokens: tokens of the blocks that would travel.
+        sent_bytes: their codes.
+        stored_tokens: tokens in front of them that the decode worker need not compute.
+        stored_code_tokens: those of them that it would decode from codes.
+        prefill_cached_tokens: tokens that the prefill worker need not compute.
+        consumer_speed: the consumer's prefill speed over the producer's on equal hardware; None where nobody knows.
+    """
 
     num_prompts: int
     prompt_tokens: int
@@ -50,6 +76,15 @@ class DecisionInputs:
     sent_bytes: int
     is_prefill_alive: bool
     rates: Rates
+    stored_tokens: int = 0
+    stored_code_tokens: int = 0
+    prefill_cached_tokens: int = 0
+    consumer_speed: float | None = None
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens that the decode worker would compute by itself."""
+        return self.prompt_tokens - self.stored_tokens
 
 
 @dataclass(frozen=True)
@@ -61,102 +96,85 @@ class Decision:
     inputs: DecisionInputs
     send_s: float | None = None
     local_s: float | None = None
+    local_source: LocalSource | None = None
 
 
 def decide(inputs: DecisionInputs, settings: DecisionSettings) -> Decision:
     """Choose for one request."""
     if inputs.num_prompts != 1:
         return Decision("local", "several_prompts", inputs)
-    if inputs.sent_tokens < settings.min_sent_tokens:
+    if inputs.sent_tokens + inputs.stored_tokens < settings.min_sent_tokens:
         return Decision("local", "too_short", inputs)
+    own: Choice = "stored" if inputs.stored_tokens else "local"
+    if inputs.sent_tokens == 0:
+        return Decision("stored", "stored", inputs)
+    if inputs.local_tokens <= settings.max_local_prefill_tokens:
+        return Decision(own, "mostly_stored" if inputs.stored_tokens else "too_short", inputs)
     if not inputs.is_prefill_alive:
         return Decision("local", "prefill_down", inputs)
-    send_s, local_s = _send_s(inputs, settings), _local_s(inputs)
+    return _cheaper(inputs, settings, own)
+
+
+def _cheaper(inputs: DecisionInputs, settings: DecisionSettings, own: Choice) -> Decision:
+    send_s = _send_s(inputs, settings)
+    local_s, source = _local_s(inputs)
     if send_s is None or local_s is None:
-        return Decision("send", "unmeasured", inputs, send_s, local_s)
+        return Decision("send", "unmeasured", inputs, send_s, local_s, source)
     if send_s <= settings.max_ratio * local_s:
-        return Decision("send", "cheaper", inputs, send_s, local_s)
-    return Decision("local", "too_costly", inputs, send_s, local_s)
+        return Decision("send", "cheaper", inputs, send_s, local_s, source)
+    return Decision(own, "too_costly", inputs, send_s, local_s, source)
 
 
 def _send_s(inputs: DecisionInputs, settings: DecisionSettings) -> float | None:
     rates = inputs.rates
     if rates.link_bytes_per_s is None or rates.prefill_tokens_per_s is None:
         return None
-    prefill_s = inputs.prompt_tokens / rates.prefill_tokens_per_s
+    prefill_s = (inputs.prompt_tokens - inputs.prefill_cached_tokens) / rates.prefill_tokens_per_s
     transfer_s = inputs.sent_bytes / rates.link_bytes_per_s
-    reconstruct_s = inputs.sent_tokens * (rates.reconstruct_s_per_token or 0.0)
     waited_s = max(0.0, transfer_s - prefill_s) if settings.objective == "offload" else max(prefill_s, transfer_s)
-    return waited_s + reconstruct_s
+    return waited_s + _reconstruct_s(inputs, inputs.sent_tokens + inputs.stored_code_tokens)
 
 
-def _local_s(inputs: DecisionInputs) -> float | None:
-    # Until the consumer has prefilled something, the producer's speed stands for it: same architecture.
-    rate = inputs.rates.local_tokens_per_s or inputs.rates.prefill_tokens_per_s
-    return None if rate is None else inputs.prompt_tokens / rate
+def _local_s(inputs: DecisionInputs) -> tuple[float | None, LocalSource | None]:
+    rate, source = _local_rate(inputs)
+    if rate is None:
+        return None, None
+    return inputs.local_tokens / rate + _reconstruct_s(inputs, inputs.stored_code_tokens), source
 
 
-@dataclass
-class _Average:
-    """Exponential average of a ratio that forgets itself."""
-
-    ttl_s: float
-    value: float | None = None
-    updated_s: float = 0.0
-
-    def add(self, numerator: float, denominator: float, now_s: float) -> None:
-        if numerator <= 0 or denominator <= 0:
-            return
-        ratio, previous = numerator / denominator, self.at(now_s)
-        self.value = ratio if previous is None else previous + SMOOTHING * (ratio - previous)
-        self.updated_s = now_s
-
-    def at(self, now_s: float) -> float | None:
-        return self.value if now_s - self.updated_s <= self.ttl_s else None
+def _local_rate(inputs: DecisionInputs) -> tuple[float | None, LocalSource | None]:
+    rates = inputs.rates
+    if rates.local_tokens_per_s is not None:
+        return rates.local_tokens_per_s, "measured"
+    if rates.prefill_tokens_per_s is None or inputs.consumer_speed is None:
+        return None, None
+    return rates.prefill_tokens_per_s * inputs.consumer_speed, "assumed"
 
 
-class Measurements:
-    """Rates learned from finished requests; times are given by the caller. A sample of nothing is ignored."""
-
-    def __init__(self, *, ttl_s: float) -> None:
-        self._link, self._prefill, self._local, self._reconstruct = (_Average(ttl_s) for _ in range(4))
-
-    def note_transfer(self, num_bytes: int, seconds: float, *, now_s: float) -> None:
-        """Codes have crossed the link."""
-        self._link.add(num_bytes, seconds, now_s)
-
-    def note_prefill(self, num_tokens: int, seconds: float, *, now_s: float) -> None:
-        """The prefill worker has computed tokens."""
-        self._prefill.add(num_tokens, seconds, now_s)
-
-    def note_local(self, num_tokens: int, seconds: float, *, now_s: float) -> None:
-        """The decode worker has computed tokens of a prompt."""
-        self._local.add(num_tokens, seconds, now_s)
-
-    def note_reconstruction(self, num_tokens: int, seconds: float, *, now_s: float) -> None:
-        """The decode worker has decoded codes."""
-        self._reconstruct.add(seconds, num_tokens, now_s)
-
-    def rates(self, now_s: float) -> Rates:
-        """What is known now."""
-        return Rates(self._link.at(now_s), self._prefill.at(now_s), self._local.at(now_s), self._reconstruct.at(now_s))
+def _reconstruct_s(inputs: DecisionInputs, num_tokens: int) -> float:
+    return num_tokens * (inputs.rates.reconstruct_s_per_token or 0.0)
 
 
-@dataclass
-class PrefillHealth:
-    """Whether the prefill worker is worth asking: one failure keeps requests away from it for `retry_s`."""
+def prefill_changes() -> dict[str, Any]:
+    """Fields of an OpenAI request that become others on its way to the prefill worker; None: the field is left out.
 
-    retry_s: float
-    _down_until_s: float = field(default=float("-inf"))
+    One token of answer, in one piece, that nobody reads. The decode worker gets the request as it came.
+    """
+    one_token = {"max_tokens": 1, "temperature": 0, "stream": False}
+    unread = ("stream_options", "stop", "stop_token_ids", "logprobs", "top_logprobs", "max_completion_tokens")
+    return one_token | dict.fromkeys(unread)
 
-    def failed(self, now_s: float) -> None:
-        """A request could not be served by it."""
-        self._down_until_s = now_s + self.retry_s
 
-    def succeeded(self) -> None:
-        """A request was served by it."""
-        self._down_until_s = float("-inf")
+def prefill_request(prompt: Sequence[int], *, model: str, salt: str) -> dict[str, Any]:
+    """Body of the prefill worker's POST /v1/completions.
 
-    def is_alive(self, now_s: float) -> bool:
-        """False while it is left alone."""
-        return now_s >= self._down_until_s
+    Token ids, not text: the producer's own chat template could cut the conversation differently.
+    """
+    body: dict[str, Any] = {"model": model, "prompt": list(prompt), **prefill_changes()}
+    if salt:
+        body["cache_salt"] = salt
+    return _without_nones(body)
+
+
+def _without_nones(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if value is not None}

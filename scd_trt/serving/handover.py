@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from scd_trt.serving.decision import Decision
+from scd_trt.serving.decision import Choice, Decision
 from scd_trt.serving.metrics import TransferSample
 from scd_trt.transfer.messages import TransferReport
 from scd_trt.transfer.states import FALLBACK_REASONS
@@ -55,9 +55,12 @@ class Handover:
     """What happened to one request's codes.
 
     Attributes:
-        choice: `stored` where the decode worker had the whole prefix already.
+        choice: `stored` where the decode worker had the prefix, or most of it, already.
+        is_expected: the decode worker was told of the transfer, so it can report.
+        prefill_url: the worker that was asked for the prompt; None where none was.
         fallback: why the decode worker prefilled by itself; None where it did not, or computed only what the guard cut off.
         prefill_computed_tokens: prompt tokens that the prefill worker did not have cached.
+        own_prefill_s: from the request's forwarding to its first token.
         stages_s: what the router timed itself.
         report: what the decode worker knows of the transfer, fetched after its answer.
     """
@@ -65,14 +68,24 @@ class Handover:
     transfer_id: str = field(default_factory=new_transfer_id)
     start_s: float = field(default_factory=time.perf_counter)
     prompt_tokens: int = 0
-    choice: Literal["send", "local", "stored"] = "local"
+    choice: Choice = "local"
     decision: Decision | None = None
+    is_expected: bool = False
+    prefill_url: str | None = None
     stored_blocks: int = 0
     granted_blocks: int = 0
     fallback: str | None = None
     prefill_computed_tokens: int = 0
+    own_prefill_s: float | None = None
     stages_s: dict[Stage, float] = field(default_factory=dict)
     report: TransferReport | None = None
+
+    def begin_again(self) -> None:
+        """The next try is a transfer of its own."""
+        self.transfer_id = new_transfer_id()
+        self.choice, self.fallback, self.is_expected, self.prefill_url = "local", None, False, None
+        self.stored_blocks = self.granted_blocks = 0
+        self.stages_s.clear()
 
     def elapsed_s(self) -> float:
         """Seconds since the request arrived."""
@@ -117,6 +130,7 @@ class Handover:
             "transfer_id": self.transfer_id,
             "decision": self.choice,
             "decision_reason": decision.reason if decision else None,
+            "decision_inputs": None if decision is None else _shown(decision),
             "fallback": self.fallback,
             "prompt_tokens": self.prompt_tokens,
             "matched_tokens": report.matched_tokens if report else None,
@@ -142,6 +156,26 @@ class Handover:
                 "decode_codes": self.report.decode_ms,
             }
         return {stage: None if value is None else round(value, 3) for stage, value in found.items()}
+
+
+def _shown(decision: Decision) -> dict[str, Any]:
+    """The numbers that a decision rests on; null where nothing was measured or nothing needed."""
+    inputs, rates = decision.inputs, decision.inputs.rates
+    values = {
+        "sent_tokens": inputs.sent_tokens,
+        "sent_bytes": inputs.sent_bytes,
+        "stored_tokens": inputs.stored_tokens,
+        "prefill_cached_tokens": inputs.prefill_cached_tokens,
+        "link_bytes_per_s": rates.link_bytes_per_s,
+        "prefill_tokens_per_s": rates.prefill_tokens_per_s,
+        "local_tokens_per_s": rates.local_tokens_per_s,
+        "reconstruct_s_per_token": rates.reconstruct_s_per_token,
+        "send_s": decision.send_s,
+        "local_s": decision.local_s,
+    }
+    return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in values.items()} | {
+        "local_source": decision.local_source
+    }
 
 
 def cached_tokens(usage: Mapping[str, Any] | None) -> int:

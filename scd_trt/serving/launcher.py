@@ -20,9 +20,11 @@ from pathlib import Path
 
 import httpx
 
-from scd_trt.config import PairConfig, ScdError
+from scd_trt.config import ScdError, ServedPair
 
 LOG_TAIL_LINES = 15
+STOP_GRACE_S = 20.0
+"""Longer than a worker takes to drain and to end its session (`worker.DRAIN_S`, `transport.write_timeout_s`)."""
 
 
 class LaunchError(ScdError):
@@ -46,7 +48,7 @@ class Child:
         )
 
 
-def check_ports_free(config: PairConfig) -> None:
+def check_ports_free(config: ServedPair) -> None:
     """Raise `LaunchError` naming the first port of the group that another program uses."""
     servers = config.servers
     for key, host, port in (
@@ -74,7 +76,7 @@ def check_port_free(key: str, host: str, port: int) -> None:
 @contextmanager
 def serving_group(
     pair_file: Path,
-    config: PairConfig,
+    config: ServedPair,
     *,
     log_directory: Path,
     timeout_s: float = 180.0,
@@ -102,7 +104,7 @@ def serving_group(
         stop(list(children.values()))
 
 
-def stop(children: list[Child], *, grace_s: float = 10.0) -> None:
+def stop(children: list[Child], *, grace_s: float = STOP_GRACE_S) -> None:
     """End the processes: SIGTERM to all, SIGKILL to those that still run after `grace_s`."""
     for child in children:
         if child.process.poll() is None:
@@ -116,7 +118,7 @@ def stop(children: list[Child], *, grace_s: float = 10.0) -> None:
             child.process.wait()
 
 
-def _roles(config: PairConfig) -> Iterator[tuple[str, str, int]]:
+def _roles(config: ServedPair) -> Iterator[tuple[str, str, int]]:
     servers = config.servers
     yield "prefill", servers.prefill.host, servers.prefill.port
     yield "decode", servers.decode.host, servers.decode.port

@@ -14,22 +14,34 @@ is not in its list is counted as "other", so that no peer or client can make ser
     scd_guarded_requests_total{extent}    part | whole: the guard refused some blocks of a prompt, or all that were to be sent
     scd_guarded_blocks_total              blocks that it refused, those behind the first beyond its limit included
     scd_code_store_bytes  scd_inflight_transfers  scd_translator_info{fingerprint}  scd_transport_info{lane}
+
+of the router alone:
+
+    scd_decisions_total{choice,reason}    what was decided of a request, and why (`decision.Decision`)
+    scd_estimated_seconds{way}            send | local: what the decision took each way to cost, where both were known
+    scd_measured_rate{rate}               link_bytes_per_s, prefill_tokens_per_s, local_tokens_per_s,
+                                          reconstruct_s_per_token of the latest request's workers; absent where not measured
+    scd_retries_total{role}               further workers that a request was tried on
+    scd_workers{role,state}               up | down
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from scd_trt.serving.decision import Decision, Rates
 
 ENDPOINTS = {"/v1/completions": "completions", "/v1/chat/completions": "chat_completions"}
 STATUSES = (200, 400, 404, 413, 499, 500, 502, 503, 504)
 CLIENT_CLOSED_REQUEST = 499
 Outcome = Literal["landed", "stored", "failed"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+WorkerRole = Literal["prefill", "decode"]
 OTHER = "other"
 _STAGE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _REQUEST_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -66,6 +78,7 @@ class ServerMetrics:
     def __init__(self, *, fallback_reasons: Iterable[str] = ()) -> None:
         self._registry = CollectorRegistry()
         self._reasons = frozenset(fallback_reasons)
+        self._shown_rates: set[str] = set()
         self._requests = self._counter("scd_requests", "HTTP requests answered", "endpoint", "status")
         self._request_s = self._histogram(
             "scd_request_seconds", "From a request's arrival to the end of its answer", _REQUEST_BUCKETS_S, "endpoint"
@@ -84,9 +97,18 @@ class ServerMetrics:
         self._guarded = self._counter("scd_guarded_requests", "Prompts cut by the guard", "extent")
         self._guarded_blocks = self._counter("scd_guarded_blocks", "Blocks that the guard refused")
         self._store_bytes = self._gauge("scd_code_store_bytes", "Bytes in the code store")
+        self._engine_requests = self._gauge("scd_engine_requests", "Requests that the engine holds", "state")
+        self._engine_blocks = self._gauge("scd_engine_free_blocks", "Blocks that a new request could get")
         self._in_flight = self._gauge("scd_inflight_transfers", "Transfers that are going on")
         self._translator = self._gauge("scd_translator_info", "Translator in use", "fingerprint")
         self._transport = self._gauge("scd_transport_info", "Transport in use", "lane")
+        self._decisions = self._counter("scd_decisions", "What was decided of requests, and why", "choice", "reason")
+        self._estimated_s = self._histogram(
+            "scd_estimated_seconds", "What a decision took each way to cost", _STAGE_BUCKETS_S, "way"
+        )
+        self._rate = self._gauge("scd_measured_rate", "Rates that decisions rest on", "rate")
+        self._retries = self._counter("scd_retries", "Further workers that requests were tried on", "role")
+        self._workers = self._gauge("scd_workers", "Workers in and out of rotation", "role", "state")
 
     def render(self) -> tuple[bytes, str]:
         """Text of all metrics, and its content type."""
@@ -136,6 +158,14 @@ class ServerMetrics:
         """Ask `num_bytes` at every scrape."""
         self._store_bytes.set_function(num_bytes)
 
+    def watch_engine(
+        self, running: Callable[[], float], waiting: Callable[[], float], blocks_free: Callable[[], float]
+    ) -> None:
+        """Ask at every scrape what the engine holds."""
+        self._engine_requests.labels("running").set_function(running)
+        self._engine_requests.labels("waiting").set_function(waiting)
+        self._engine_blocks.set_function(blocks_free)
+
     def watch_transfers(self, number: Callable[[], float]) -> None:
         """Ask `number` of transfers in flight at every scrape."""
         self._in_flight.set_function(number)
@@ -151,7 +181,36 @@ class ServerMetrics:
     def set_translator(self, fingerprint: str) -> None:
         """The translator in use."""
         self._translator.clear()
+        self.add_translator(fingerprint)
+
+    def add_translator(self, fingerprint: str) -> None:
+        """One more translator in use; for processes that serve several pairs."""
         self._translator.labels(fingerprint).set(1)
+
+    def count_decision(self, decision: Decision) -> None:
+        """What was decided of one request, in the end."""
+        self._decisions.labels(decision.choice, decision.reason).inc()
+        if decision.send_s is not None and decision.local_s is not None:
+            self._estimated_s.labels("send").observe(decision.send_s)
+            self._estimated_s.labels("local").observe(decision.local_s)
+
+    def show_rates(self, rates: Rates) -> None:
+        """What is measured at present."""
+        for name, value in asdict(rates).items():
+            if value is not None:
+                self._rate.labels(name).set(value)
+            elif name in self._shown_rates:
+                self._rate.remove(name)
+        self._shown_rates = {name for name, value in asdict(rates).items() if value is not None}
+
+    def count_retry(self, role: WorkerRole) -> None:
+        """A request is tried on a further worker."""
+        self._retries.labels(role).inc()
+
+    def watch_workers(self, role: WorkerRole, num_up: Callable[[], int], num_all: Callable[[], int]) -> None:
+        """Ask at every scrape how many workers there are, and how many of them are in rotation."""
+        self._workers.labels(role, "up").set_function(num_up)
+        self._workers.labels(role, "down").set_function(lambda: num_all() - num_up())
 
     def set_transport(self, lane: str) -> None:
         """The transport in use."""

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from scd_trt.config import ScdError
@@ -42,13 +43,17 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
 
     Raises:
         ApiError: status 413, before more than `max_bytes` are held.
+        ClientGoneError: the client left before it had sent all of it.
     """
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > max_bytes:
-            raise ApiError(413, f"The body is larger than {max_bytes} bytes", code="request_too_large")
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > max_bytes:
+                raise ApiError(413, f"The body is larger than {max_bytes} bytes", code="request_too_large")
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise ClientGoneError from error
     return b"".join(parts)
 
 

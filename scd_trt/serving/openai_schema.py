@@ -249,12 +249,12 @@ def parse_request(schema: type[RequestT], body: bytes) -> RequestT:
     return request
 
 
-def check_model(requested: str, model_id: str) -> None:
-    """Raise `ApiError` 404 unless the request names the model that is served."""
-    if requested != model_id:
+def check_model(requested: str, *known: str) -> None:
+    """Raise `ApiError` 404 unless the request names a model that is served."""
+    if requested not in known:
         raise ApiError(
             404,
-            f"The model {_short(requested)} does not exist; this server has {model_id!r}",
+            f"The model {_short(requested)} does not exist; this server has {', '.join(map(repr, known))}",
             param="model",
             code="model_not_found",
         )

@@ -1,6 +1,6 @@
 """The connector on the prefill server: while a prompt runs, its KV leaves as codes, layer group by layer group.
 
-Shapes: T tokens, B tokens per block, M hidden size, C code bytes per token of a group.
+Shapes: T tokens, H kv heads, D head size, B tokens per block, M hidden size, C code bytes per token of a group.
 
 Scheduler: for each new prompt that some decode server expects (`Producer.plan`), it tells the worker, iteration by iteration,
 which tokens are computed into which blocks. It never promises tokens.
@@ -18,8 +18,12 @@ Worker, for each such prompt:
 - blocks that came from the engine's own prefix cache, and whose codes the store has forgotten, are encoded from the pool.
   A Patch layer's input is not in the pool: there the push ends, and its reason becomes `not_encoded`.
 
+- with tensor parallelism all of that is rank 0's. The other ranks hand over their heads of the blocks that the metadata
+  name (`PrefillStep.blocks`), layer by layer, whatever became of the push meanwhile: a collective has no exceptions.
+
 The pool is read between a layer's run and the end of the forward pass only. A failed push (its peer is gone, say) is no
-error here: the work on it stops.
+error here: the work on it stops. Nor is a forward pass without hooks (a replayed CUDA graph), or a block that the engine
+does not have: that push ends as `not_encoded`, the engine goes on.
 """
 
 from __future__ import annotations
@@ -35,8 +39,10 @@ from torch import Tensor
 
 from scd_trt.codec import Encoder, LayerInput, num_blocks_within
 from scd_trt.kv_cache import gather_tokens
+from scd_trt.serving.block_growth import BlockGrowth, new_blocks
 from scd_trt.serving.connector_api import ConnectorRequest, RequestData, SchedulerOutput
 from scd_trt.serving.connector_runtime import ConnectorOrderError, ConnectorRuntime, request_salt
+from scd_trt.serving.ranks import join_heads
 from scd_trt.transfer.session import Push
 from scd_trt.transfer.store import StoreFullError
 from scd_trt.translator import Manifest
@@ -53,6 +59,7 @@ class PrefillStep:
         block_ids: pool blocks of the sequence so far.
         start, stop: tokens that this iteration computes.
         first_row: where they begin among the rows of the iteration (all its requests, in the scheduler's order).
+        blocks: that are full after this iteration and were not before; in the first one, also those that the engine had.
     """
 
     request_id: int
@@ -62,12 +69,21 @@ class PrefillStep:
     start: int
     stop: int
     first_row: int
+    blocks: range
 
 
 @dataclass(frozen=True)
 class PrefillMetadata:
-    """One iteration, from scheduler to worker: its steps, and requests that ended since the last one."""
+    """One iteration, from scheduler to workers.
 
+    Attributes:
+        iteration: ascending; metadata that are presented again are known by it.
+        fingerprint: of rank 0's translator.
+        ended: requests that ended since the last iteration.
+    """
+
+    iteration: int
+    fingerprint: str
     steps: tuple[PrefillStep, ...] = ()
     ended: tuple[int, ...] = ()
 
@@ -76,8 +92,9 @@ class PrefillMetadata:
 class _Prompt:
     """A prompt whose codes are wanted, as the scheduler tracks it."""
 
-    transfer_id: str
+    push: Push
     keys: tuple[bytes, ...]
+    next_block: int
     block_ids: list[int] = field(default_factory=list)
 
 
@@ -90,6 +107,8 @@ class PrefillScheduler:
         self._salts: dict[int, str] = {}
         self._prompts: dict[int, _Prompt] = {}
         self._ended: list[int] = []
+        self._num_iterations = 0
+        self._growth = BlockGrowth(runtime.tokens_per_block)
 
     def get_num_new_matched_tokens(self, request: ConnectorRequest, num_computed_tokens: int) -> tuple[int, bool]:
         """Nothing is ever loaded here; remembers the salt, which later calls do not show."""
@@ -101,61 +120,95 @@ class PrefillScheduler:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PrefillMetadata:
         """Plan pushes for new prompts; say what this iteration computes of those that have one."""
+        missing = self._growth.check(scheduler_output)
+        if missing is not None:
+            self._runtime.disable(missing)
         for data in scheduler_output.new_requests:
             self._plan(data)
         steps: list[PrefillStep] = []
         num_rows = 0
         for data in (*scheduler_output.new_requests, *scheduler_output.cached_requests):
             prompt = self._prompts.get(data.request_id)
-            if prompt is not None and prompt.transfer_id in self._runtime.unfinished_pushes:
-                steps.append(self._step(prompt, data, num_rows))
+            if prompt is not None and prompt.push.transfer_id in self._runtime.unfinished_pushes:
+                steps += self._steps(prompt, data, num_rows)
             num_rows += data.num_scheduled_tokens
         ended, self._ended = tuple(self._ended), []
-        return PrefillMetadata(tuple(steps), ended)
+        self._num_iterations += 1
+        return PrefillMetadata(self._num_iterations, self._runtime.fingerprint, tuple(steps), ended)
 
     def request_finished(self, request: ConnectorRequest, cache_block_ids: list[int]) -> bool:
         """Never keeps blocks. A push that is not finished by now (request cancelled or failed) is aborted."""
         self._salts.pop(request.request_id, None)
+        self.request_reset(request)
+        return False
+
+    def request_reset(self, request: ConnectorRequest) -> None:
+        """The request lost its blocks and may start over; an unfinished push of them is aborted."""
+        self._growth.forget(request.request_id)
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is not None:
             self._ended.append(request.request_id)
-            push = self._runtime.unfinished_pushes.pop(prompt.transfer_id, None)
+            push = self._runtime.unfinished_pushes.pop(prompt.push.transfer_id, None)
             if push is not None:
                 push.abort("aborted")
-        return False
+
+    def cancel_load(self, request: ConnectorRequest, start: int, end: int) -> None:
+        """Nothing to do: nothing is ever promised."""
 
     def _plan(self, data: RequestData) -> None:
         keys = self._runtime.sent_block_keys(data.new_tokens, self._salts.get(data.request_id, ""))
-        push = self._producer.plan(keys) if keys else None
+        push = self._producer.plan(keys) if keys and self._runtime.disabled is None else None
         if push is not None:
             self._runtime.unfinished_pushes[push.transfer_id] = push
-            self._prompts[data.request_id] = _Prompt(push.transfer_id, tuple(keys))
+            self._prompts[data.request_id] = _Prompt(push, tuple(keys), push.blocks.start)
 
-    def _step(self, prompt: _Prompt, data: RequestData, first_row: int) -> PrefillStep:
-        prompt.block_ids.extend(data.new_block_ids)
-        return PrefillStep(
-            request_id=data.request_id,
-            transfer_id=prompt.transfer_id,
-            keys=prompt.keys,
-            block_ids=tuple(prompt.block_ids),
-            start=data.computed_position,
-            stop=data.computed_position + data.num_scheduled_tokens,
-            first_row=first_row,
-        )
+    def _steps(self, prompt: _Prompt, data: RequestData, first_row: int) -> list[PrefillStep]:
+        """The prompt's step, or none where the engine lacks one of its blocks."""
+        prompt.block_ids.extend(new_blocks(data))
+        stop = data.computed_position + data.num_scheduled_tokens
+        stop_block = min(prompt.push.blocks.stop, stop // self._runtime.tokens_per_block)
+        blocks = range(prompt.next_block, max(prompt.next_block, stop_block))
+        prompt.next_block = blocks.stop
+        held = prompt.block_ids[blocks.start : blocks.stop]
+        # -1 stands for a block that the engine dropped; as an index it would read the pool's last one
+        if len(held) < len(blocks) or min(held, default=0) < 0:
+            logger.warning("request %d: the engine holds %s for its blocks %s", data.request_id, held, blocks)
+            del self._runtime.unfinished_pushes[prompt.push.transfer_id]
+            prompt.push.finish()
+            return []
+        return [
+            PrefillStep(
+                request_id=data.request_id,
+                transfer_id=prompt.push.transfer_id,
+                keys=prompt.keys,
+                block_ids=tuple(prompt.block_ids),
+                start=data.computed_position,
+                stop=stop,
+                first_row=first_row,
+                blocks=blocks,
+            )
+        ]
 
 
 class PrefillWorker:
     """See the module's docstring."""
 
     def __init__(self, runtime: ConnectorRuntime) -> None:
-        runtime.require_producer()
+        if runtime.follows is None:
+            runtime.require_producer()
         self._runtime = runtime
+        self._ranks = runtime.ranks
         self._encoder = Encoder(runtime.translator)
         self._is_guarded = runtime.is_guarded
         self._patch_layers = frozenset(runtime.translator.manifest.patch_layers)
         self._groups_ready_at = groups_ready_at(runtime.translator.manifest)
         self._pushes: dict[int, _PushProgress] = {}
         self._active: list[_PushProgress] = []
+        self._steps: tuple[PrefillStep, ...] = ()
+        self._gathered: dict[
+            tuple[int, int], tuple[int, Tensor]
+        ] = {}  # (request, layer) -> first token, rows of all heads
+        self._iteration = 0
         self._view: Tensor | None = None
 
     @property
@@ -165,18 +218,25 @@ class PrefillWorker:
 
     def register_kv_caches(self, kv_cache_tensor: Tensor) -> None:
         """Take the pool."""
-        spec = self._runtime.translator.manifest.producer
-        self._view = self._runtime.kv_layout(spec, kv_cache_tensor).view(kv_cache_tensor)
+        self._view = self._runtime.view_pool(kv_cache_tensor)
 
     def start_load_kv(self, metadata: PrefillMetadata) -> None:
         """Begin the iteration: send what the store has of new prompts, drop prompts that ended."""
+        self._active, self._steps = [], ()
+        if metadata.iteration <= self._iteration:
+            return
+        self._runtime.check_metadata(metadata.fingerprint)
+        self._iteration, self._steps = metadata.iteration, metadata.steps
         for request_id in metadata.ended:
             self._pushes.pop(request_id, None)
-        self._active = []
-        for step in metadata.steps:
+        for step in metadata.steps if self._runtime.follows is None else ():
             progress = self._pushes.get(step.request_id) or self._begin(step)
-            # a step that was seen before, a failed push or a finished one needs nothing
-            if progress.num_computed < step.stop and progress.push.reason is None and not progress.is_done:
+            if progress.next_block < step.blocks.start:
+                # a forward pass broke off: what it should have put into those blocks is not there
+                progress.is_cut = True
+                self._finish(progress)
+            # a failed push or a finished one needs nothing
+            if progress.push.reason is None and not progress.is_done:
                 progress.step = step
                 self._active.append(progress)
 
@@ -193,15 +253,13 @@ class PrefillWorker:
     def save_kv_layer(self, layer_idx: int) -> None:
         """Encode and send what this iteration filled, if the layer is the last that a group waits for."""
         for group in self._groups_ready_at.get(layer_idx, ()):
+            self._gather(group)
             for progress in self._active:
                 self._encode(progress, group)
+            self._gathered.clear()
 
     def wait_for_save(self) -> None:
-        """All reading of the pool is done by now; account for the iteration.
-
-        Raises:
-            ConnectorOrderError: blocks were filled, but not every layer was shown to `save_kv_layer`.
-        """
+        """All reading of the pool is done by now; account for the iteration."""
         active, self._active = self._active, []
         for progress in active:
             self._store(progress)
@@ -211,7 +269,7 @@ class PrefillWorker:
 
     def _begin(self, step: PrefillStep) -> _PushProgress:
         push = self._runtime.unfinished_pushes[step.transfer_id]
-        progress = _PushProgress(push, self._runtime.tokens_per_block, num_computed=step.start, step=step)
+        progress = _PushProgress(push, self._runtime.tokens_per_block, step)
         self._pushes[step.request_id] = progress
         self._send_stored(progress)
         if self._patch_layers and progress.next_token < step.start:
@@ -219,6 +277,29 @@ class PrefillWorker:
         if progress.is_done:
             self._finish(progress)
         return progress
+
+    def _gather(self, group: int) -> None:
+        """Put the heads of all ranks together, of everything that this group may be encoded from."""
+        if self._ranks.size == 1:
+            return
+        num_heads = self._runtime.spec.num_kv_heads
+        for layer in self._runtime.translator.manifest.source_layers(group):
+            for step in self._steps:
+                if step.blocks:
+                    start, stop = (
+                        block * self._runtime.tokens_per_block for block in (step.blocks.start, step.blocks.stop)
+                    )
+                    rows_2THD = torch.stack(self._read(layer, step.block_ids, start, stop))
+                    parts = self._ranks.all_gather(rows_2THD)
+                    if self._runtime.follows is None:
+                        self._gathered[step.request_id, layer] = start, join_heads(parts, num_heads)
+
+    def _read(self, layer: int, block_ids: Sequence[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of this rank's heads, in host memory, where the encoder works."""
+        if self._view is None:
+            raise ConnectorOrderError("save_kv_layer was called before register_kv_caches")
+        k_THD, v_THD = gather_tokens(self._view, layer, block_ids, start, stop)
+        return k_THD.cpu(), v_THD.cpu()
 
     def _send_stored(self, progress: _PushProgress) -> None:
         blocks = progress.push.blocks
@@ -232,7 +313,7 @@ class PrefillWorker:
 
     def _encode(self, progress: _PushProgress, group: int) -> None:
         blocks = progress.ready_blocks
-        if blocks and progress.push.reason is None:
+        if blocks and progress.push.reason is None and not progress.is_cut:
             began_s = time.perf_counter()
             sources = self._runtime.translator.manifest.source_layers(group)
             inputs = [self._layer_input(progress, layer) for layer in sources]
@@ -256,10 +337,12 @@ class PrefillWorker:
         return encoded.codes_TC[: len(progress.ready_blocks) * progress.tokens_per_block]
 
     def _layer_input(self, progress: _PushProgress, layer: int) -> LayerInput:
-        if self._view is None:
-            raise ConnectorOrderError("save_kv_layer was called before register_kv_caches")
         start, stop = progress.next_token, progress.ready_blocks.stop * progress.tokens_per_block
-        k_THD, v_THD = gather_tokens(self._view, layer, progress.step.block_ids, start, stop)
+        if self._ranks.size == 1:
+            k_THD, v_THD = self._read(layer, progress.step.block_ids, start, stop)
+        else:
+            first, rows_2THD = self._gathered[progress.step.request_id, layer]
+            k_THD, v_THD = rows_2THD[:, start - first : stop - first]
         x_TM = progress.held_rows(layer) if layer in self._patch_layers else None
         return LayerInput(k_THD, v_THD, x_TM)
 
@@ -268,9 +351,13 @@ class PrefillWorker:
         if not blocks or progress.push.reason is not None:
             return
         if len(progress.codes) != self._runtime.layout.num_groups:
-            raise ConnectorOrderError(
-                f"{len(progress.codes)} of {self._runtime.layout.num_groups} layer groups were saved in an iteration"
+            logger.error(
+                "request %d: %d of %d layer groups were shown to the connector in a forward pass, so its codes are not sent; "
+                "does a CUDA graph replay prefills?",
+                *(progress.step.request_id, len(progress.codes), self._runtime.layout.num_groups),
             )
+            progress.is_cut = True
+            return
         # a later group may have refused blocks that earlier ones had encoded
         num_tokens = len(blocks) * progress.tokens_per_block
         codes = [codes_TC[:num_tokens].reshape(len(blocks), -1) for codes_TC in progress.codes]
@@ -311,15 +398,13 @@ class _PushProgress:
         step: the iteration that runs now.
         next_block: first block of the prompt whose codes were not sent.
         stop_block: first block that will not be sent: the end of the push, or where the guard cuts the prompt.
-        num_computed: tokens of the prompt that earlier iterations have put into the pool.
         codes: of the present iteration's blocks, one tensor for each group so far.
         is_cut: the rest cannot be encoded.
     """
 
-    def __init__(self, push: Push, tokens_per_block: int, *, num_computed: int, step: PrefillStep) -> None:
+    def __init__(self, push: Push, tokens_per_block: int, step: PrefillStep) -> None:
         self.push = push
         self.tokens_per_block = tokens_per_block
-        self.num_computed = num_computed
         self.step = step
         self.next_block, self.stop_block = push.blocks.start, push.blocks.stop
         self.codes: list[Tensor] = []
@@ -368,7 +453,6 @@ class _PushProgress:
 
     def advance(self) -> None:
         """The iteration is over: forget its codes, keep only rows of the block that is not full yet."""
-        self.num_computed = self.step.stop
         self.next_block = max(self.next_block, self.ready_blocks.stop)
         self.codes = []
         for layer, (start, rows_TM) in list(self._held.items()):

@@ -13,6 +13,8 @@ from jinja2 import TemplateError
 
 from scd_trt.serving.openai_schema import ApiError, ChatRequest, CompletionRequest, GenerationRequest
 
+MAX_QUICK_TOKENS = 4096
+
 
 class Tokenizer(Protocol):
     """What the servers need of a tokenizer; those of `models.load_tokenizer` have it."""
@@ -40,8 +42,16 @@ class Tokenizer(Protocol):
         """Text of a conversation."""
 
 
+def is_quick(request: GenerationRequest) -> bool:
+    """True for a few thousand token ids: to check and cut them takes an event loop less than a change of threads."""
+    if not isinstance(request, CompletionRequest):
+        return False
+    prompts = request.prompts
+    return not any(isinstance(prompt, str) for prompt in prompts) and sum(map(len, prompts)) <= MAX_QUICK_TOKENS
+
+
 def prompt_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of the prompts of a request; slow for long texts, so not for an event loop.
+    """Token ids of the prompts of a request; slow for text, so not for an event loop unless it `is_quick`.
 
     Raises:
         ApiError: status 400: an empty prompt, an unknown token id, or a conversation that the template refuses.

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_KEPT_TRANSFERS = 8192
+MAX_KEPT_KEYS = 1 << 20
 MAX_TRACE_EVENTS = 4096
 REPORT_PATIENCE_S = 0.5  # the producer's last word travels beside the data and may come a moment after it
 
@@ -139,6 +140,8 @@ class Consumer:
         self._transfers: OrderedDict[str, Incoming] = OrderedDict()
         self._by_last_key: dict[bytes, deque[Incoming]] = {}
         self._open: dict[str, tuple[Incoming, PinnedBlocks]] = {}  # not terminal yet
+        self._is_draining = False
+        self._num_kept_keys = 0
         self.control = ControlServer(control, listen=listen, handler=self)
         self.address = self.control.address
         arena = Buffer(config.arena_bytes)
@@ -169,27 +172,46 @@ class Consumer:
         self,
         block_keys: Sequence[bytes],
         *,
-        matched_tokens: int | None = None,
+        matched_tokens: int,
         decode_ms: float | None = None,
         reason: FallbackReason | None = None,
     ) -> None:
-        """Add what the connector knows to the report of the transfer of this prompt, found by its last key.
+        """Add what the connector knows of one request to the report of one transfer of its prompt; ignored without any.
 
-        Each value goes to the oldest such transfer that lacks it; ignored where there is none.
+        An engine does not say which transfer a request belongs to: it is found by the prompt's last key. Where equal prompts
+        are under way at once, the note goes, as a whole, to one that has none yet: first to one that is over (a router waits
+        for that before it sends the request), then to one whose codes are there if some were used, and not if none were, then
+        to the oldest.
         """
         with self._lock:
             candidates = self._by_last_key.get(block_keys[-1], ()) if block_keys else ()
-            for name, value in (("matched_tokens", matched_tokens), ("decode_ms", decode_ms), ("noted_reason", reason)):
-                for incoming in candidates:
-                    if value is not None and getattr(incoming, name) is None:
-                        setattr(incoming, name, value)
-                        break
+            noteless = [incoming for incoming in candidates if incoming.matched_tokens is None]
+            if not noteless:
+                return
+            used = matched_tokens > 0
+            # the first of the best: they are in order of age
+            incoming = max(noteless, key=lambda each: (each.landing.is_terminal, _has_codes(each) == used))
+            incoming.matched_tokens, incoming.decode_ms, incoming.noted_reason = matched_tokens, decode_ms, reason
 
     def statistics(self) -> dict[str, int]:
         """Counters since the start: expected, landed_transfers, failed_<reason>, ignored_<cause>, arena_*, ..."""
         with self._lock:
             counters = dict(self._counters)
-        return counters | self._inbox.statistics() | self._lender.statistics()
+        return counters | self._inbox.statistics() | self._lender.statistics() | self.control.statistics()
+
+    def drain(self, *, timeout_s: float) -> bool:
+        """Ask for no more codes (`consumer_draining`) and wait for those that are due.
+
+        Returns:
+            False where some were still due after `timeout_s`.
+        """
+        self._is_draining = True
+        return self.control.run(self._all_over(timeout_s), timeout_s=timeout_s + 10)
+
+    def holds(self, transfer_id: str) -> bool:
+        """True for a transfer that was let in: its request is to be answered here, also while draining."""
+        incoming = self._transfers.get(transfer_id)
+        return incoming is not None and incoming.landing.reason != "consumer_draining"
 
     def close(self) -> None:
         """Fail what is open, end all sessions, destroy all receivers. May be repeated."""
@@ -226,6 +248,12 @@ class Consumer:
         """See `connection.Handler`."""
         self._lender.closed(connection, why)
 
+    async def _all_over(self, timeout_s: float) -> bool:
+        due = [asyncio.wrap_future(incoming.terminal) for incoming, _ in self._open.values()]
+        if due:
+            await asyncio.wait(due, timeout=timeout_s)
+        return not self._open
+
     async def _on_expect(self, expect: Expect) -> Expected:
         known = self._transfers.get(expect.transfer_id)
         if known is not None:
@@ -242,12 +270,17 @@ class Consumer:
     async def _request_codes(self, incoming: Incoming, producer: str, num_blocks: int) -> str:
         """Get a grant out, or fail the transfer; returns the failure for a person."""
         try:
+            self._check_draining()
             self._check_store(len(incoming.block_keys))
             await self._lender.grant(incoming, producer, num_blocks=num_blocks)
         except (ControlError, TransportError, ExtentsFullError) as error:
             self._inbox.fail(incoming, _reason(error))
             return str(error)[:2048]
         return ""
+
+    def _check_draining(self) -> None:
+        if self._is_draining:
+            raise RefusedError("consumer_draining", "this decode worker shuts down")
 
     def _check_store(self, num_blocks: int) -> None:
         num_bytes, capacity_bytes = num_blocks * self.layout.block_bytes, self.store.config.capacity_bytes
@@ -260,7 +293,8 @@ class Consumer:
         incoming = self._transfers.get(transfer_id)
         if incoming is None:
             return Waited("failed", "unknown_transfer")
-        await asyncio.wait([asyncio.wrap_future(incoming.terminal)], timeout=timeout_s)
+        if not incoming.terminal.done():
+            await asyncio.wait([asyncio.wrap_future(incoming.terminal)], timeout=timeout_s)
         if incoming.terminal.done():
             return Waited(incoming.landing.state, incoming.landing.reason)
         return Waited("landing" if incoming.landing.first_landing_s is not None else "waiting")
@@ -274,7 +308,7 @@ class Consumer:
         incoming = self._transfers.get(query.transfer_id)
         if incoming is None:
             raise ControlError(f"transfer {query.transfer_id} is unknown here: never expected, or long over")
-        if incoming.landing.state == "landed" and incoming.num_granted:
+        if incoming.landing.state == "landed" and incoming.num_granted and not incoming.closed.done():
             await asyncio.wait([asyncio.wrap_future(incoming.closed)], timeout=REPORT_PATIENCE_S)
         return _report(incoming)
 
@@ -309,11 +343,13 @@ class Consumer:
             self._transfers[incoming.transfer_id] = incoming
             if incoming.block_keys:
                 self._by_last_key.setdefault(incoming.block_keys[-1], deque()).append(incoming)
-            while len(self._transfers) > MAX_KEPT_TRANSFERS:
+            self._num_kept_keys += len(incoming.block_keys)
+            while len(self._transfers) > MAX_KEPT_TRANSFERS or self._num_kept_keys > MAX_KEPT_KEYS:
                 self._forget_oldest()
 
     def _forget_oldest(self) -> None:
         _, oldest = self._transfers.popitem(last=False)
+        self._num_kept_keys -= len(oldest.block_keys)
         if oldest.block_keys:
             same = self._by_last_key[oldest.block_keys[-1]]
             same.remove(oldest)
@@ -344,6 +380,10 @@ def _reason(error: Exception) -> FallbackReason:
         case ExtentsFullError():
             return "arena_full"
     return "producer_unreachable"
+
+
+def _has_codes(incoming: Incoming) -> bool:
+    return incoming.num_stored + incoming.landing.num_landed_blocks > 0
 
 
 def _expected(incoming: Incoming, text: str) -> Expected:

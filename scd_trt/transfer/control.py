@@ -2,7 +2,14 @@
 
 `ControlServer` owns the event loop, in one daemon thread, that all control connections of a worker run in, its own to other
 workers included. `ControlClient` lives in the router's event loop. Framing, authentication and heartbeats: `connection.py`;
-messages: `messages.py`. A server listens on loopback only, unless a secret is set.
+messages: `messages.py`. A server listens on loopback only, unless a secret is set. It counts what it refuses:
+
+    control_refused_full       over `MAX_CONNECTIONS`, or over `MAX_OPENING` that have not proved themselves yet
+    control_refused_secret     secret missing on one side, or different
+    control_refused_version    another protocol version
+    control_refused_handshake  silence, garbage or an end before the handshake was over
+    control_forged_frames      wrong MAC: altered, replayed or reordered; the connection was closed
+    control_malformed_frames   length, type or limit of a message; the connection was closed
 """
 
 from __future__ import annotations
@@ -13,6 +20,8 @@ import errno
 import ipaddress
 import logging
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -23,9 +32,11 @@ from scd_trt.transfer.connection import (
     ControlError,
     Handler,
     ReplyT,
+    SecretError,
+    VersionError,
     authenticate,
     connect,
-    read_secret,
+    read_secrets,
 )
 from scd_trt.transfer.messages import (
     Body,
@@ -46,6 +57,8 @@ from scd_trt.transfer.trace import TraceEvent
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 256
+MAX_OPENING = 64
+_QUIET_S = 1.0
 T = TypeVar("T")
 
 
@@ -66,12 +79,13 @@ class ControlServer:
     def __init__(self, config: ControlConfig, *, listen: str, handler: Handler) -> None:
         self.config = config
         self._handler = handler
-        self._secret = read_secret(config.secret_file)
+        self._counters: Counter[str] = Counter()
+        self._refusal_logged_s = -_QUIET_S
         self._connections: set[Connection] = set()
-        self._num_opening = 0
+        self._openings: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._timers: list[asyncio.Task[None]] = []
         wanted = Address.parse(listen)
-        if self._secret is None and not _is_loopback(wanted.host):
+        if not read_secrets(config.secret_file) and not _is_loopback(wanted.host):
             raise ControlError(
                 f"control channel on {wanted} is reachable from other hosts and control.secret_file is not set; "
                 "set the same secret file on all workers and the router, or listen on 127.0.0.1"
@@ -91,6 +105,15 @@ class ControlServer:
     def run(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
         """Run a coroutine in the loop and wait for it, from another thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
+
+    @property
+    def is_running(self) -> bool:
+        """False once closed."""
+        return self._thread.is_alive()
+
+    def statistics(self) -> dict[str, int]:
+        """Refusals since the start, by cause (see the module); from any thread."""
+        return dict(self._counters)
 
     def start(self) -> None:
         """Serve."""
@@ -138,7 +161,7 @@ class ControlServer:
 
     async def _listen(self, address: Address) -> asyncio.Server:
         try:
-            return await asyncio.start_server(self._accept, address.host, address.port)
+            return await asyncio.start_server(self._arrived, address.host, address.port)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ControlError(
@@ -147,28 +170,49 @@ class ControlServer:
                 ) from error
             raise ControlError(f"cannot listen on {address}: {error}") from error
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        peer = "{}:{}".format(*writer.get_extra_info("peername")[:2])
-        if len(self._connections) + self._num_opening >= MAX_CONNECTIONS:
-            logger.warning("%s: more than %d control connections; refused", peer, MAX_CONNECTIONS)
+    def _arrived(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        name = writer.get_extra_info("peername")  # None where the peer has left again already
+        peer = "{}:{}".format(*name[:2]) if name else "a peer that left"
+        num_open, num_opening = len(self._connections), len(self._openings)
+        if num_opening >= MAX_OPENING or num_open + num_opening >= MAX_CONNECTIONS:
+            self._refuse("full", f"{peer}: {num_open} control connections, {num_opening} more opening")
             writer.close()
             return
-        self._num_opening += 1
+        task = self.loop.create_task(self._accept(reader, writer, peer))
+        self._openings[task] = writer
+        task.add_done_callback(self._openings.pop)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str) -> None:
         try:
             await asyncio.wait_for(self._started.wait(), self.config.peer_timeout_s)
-            opening = authenticate(reader, writer, secret=self._secret, is_client=False)
+            opening = authenticate(reader, writer, secret_file=self.config.secret_file, is_client=False)
             stream = await asyncio.wait_for(opening, self.config.peer_timeout_s)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, ControlError) as error:
-            logger.warning("%s: control handshake failed: %s", peer, error or type(error).__name__)
+            text = str(error) or type(error).__name__
+            self._refuse(_cause(error), f"{peer}: control handshake failed: {text}")
+            writer.close()
             return
-        finally:
-            self._num_opening -= 1
         self._connections.add(Connection(stream, self.config, _Tracked(self), peer=peer))
+
+    def _refuse(self, cause: str, text: str) -> None:
+        """Count; and say so, but a flood must not fill the log: at most one line per `_QUIET_S`."""
+        self._counters[f"control_refused_{cause}"] += 1
+        now_s = time.monotonic()
+        is_quiet = now_s - self._refusal_logged_s < _QUIET_S
+        self._refusal_logged_s = self._refusal_logged_s if is_quiet else now_s
+        logger.log(logging.DEBUG if is_quiet else logging.WARNING, "refused: %s", text)
+
+    def _ended(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        if connection.fault is not None:
+            self._counters[f"control_{connection.fault}_frames"] += 1
 
     async def _shut(self) -> None:
         self._server.close()
         for connection in list(self._connections):
             connection.close("this side shuts down")
+        for writer in self._openings.values():
+            writer.close()
         await asyncio.sleep(0)  # let the transports flush their FIN and cancelled tasks end
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in others:
@@ -186,8 +230,17 @@ class _Tracked:
         return await self._server._handler.handle(connection, body)
 
     def closed(self, connection: Connection, why: str) -> None:
-        self._server._connections.discard(connection)
+        self._server._ended(connection)
         self._server._handler.closed(connection, why)
+
+
+def _cause(error: Exception) -> str:
+    match error:
+        case SecretError():
+            return "secret"
+        case VersionError():
+            return "version"
+    return "handshake"
 
 
 def _is_loopback(host: str) -> bool:

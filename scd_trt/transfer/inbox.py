@@ -1,9 +1,10 @@
 """The decode side's arena, and the thread that turns notifications into verified, published blocks.
 
 Nothing in the arena is believed: a notification must name a transfer of its own session, the generation of its extent, and
-blocks inside it; then its bytes are *copied*, and the digest is checked on the copy. What does not fit is counted and
-ignored. A block whose groups have all landed is published in the code store at once. What a transfer's extent may be used
-for next is not decided here (`consumer.py`); every change that may matter for that is told through `on_change`.
+blocks inside it; then its bytes are *copied*, once, to where they stay, and the digest is checked on the copy. What does
+not fit is counted and ignored; a rejected copy lies in an unfinished entry until the same blocks land after all. A block
+whose groups have all landed is published in the code store at once. What a transfer's extent may be used for next is not
+decided here (`consumer.py`); every change that may matter for that is told through `on_change`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from scd_trt.transfer.wire import Bytes, CodeLayout, Notification, WireError
 logger = logging.getLogger(__name__)
 
 _POLL_S = 5e-4
-_WAITING_POLL_S = 4e-3
+_WAITING_POLL_S = 1e-3
 _IDLE_S = 0.1
 
 
@@ -124,9 +125,10 @@ class Inbox(threading.Thread):
         self._on_change(incoming)
 
     def end(self, incoming: Incoming, *, num_writes: int, reason: FallbackReason | None) -> None:
-        """The producer says that nothing of it is outstanding."""
+        """The producer says that nothing of it is outstanding: its last notification is here, so look at once."""
         with self._lock:
             incoming.landing.end(num_writes=num_writes, reason=reason)
+        self._wake.set()
         self._on_change(incoming)
 
     def statistics(self) -> dict[str, int]:
@@ -148,8 +150,9 @@ class Inbox(threading.Thread):
                 is_busy = bool(self._transfers)
             num_arrived = sum(self._drain(port) for port in ports)
             pause_s = _POLL_S if num_arrived else min(2 * pause_s, _WAITING_POLL_S)
-            self._wake.wait(pause_s if is_busy else _IDLE_S)
-            self._wake.clear()
+            if self._wake.wait(pause_s if is_busy else _IDLE_S):
+                self._wake.clear()
+                pause_s = _POLL_S
 
     def _drain(self, port: _Port) -> int:
         try:
@@ -192,16 +195,16 @@ class Inbox(threading.Thread):
         if incoming.landing.has_landed(note.group, relative, note.num_blocks):
             self._count("repeated")
             return
-        payload = self.arena.array[extent.offset + span.start : extent.offset + span.stop].copy()
-        is_genuine = note.vouches_for(payload)
-        with self._lock:
-            self._counters["landed" if is_genuine else "ignored_digest_mismatch"] += 1
-            incoming.num_writes += 1
-            incoming.bytes_received += len(payload)
+        entries = incoming.entries
+        payload = self.arena.array[extent.offset + span.start : extent.offset + span.stop]
+        is_genuine = note.vouches_for(*self._copy(entries, payload, note.group, relative))
+        incoming.num_writes += 1
+        incoming.bytes_received += len(payload)
         if is_genuine:
             self._record(note)
-            self._publish(incoming, note, payload)
+            self._publish(incoming, entries, note)
         with self._lock:
+            self._counters["landed" if is_genuine else "ignored_digest_mismatch"] += 1
             if is_genuine:
                 incoming.landing.land(note.group, relative, note.num_blocks, now_s=time.monotonic())
             else:
@@ -209,14 +212,20 @@ class Inbox(threading.Thread):
         if incoming.landing.is_terminal:
             self._on_change(incoming)
 
-    def _publish(self, incoming: Incoming, note: Notification, payload: Bytes) -> None:
-        """Store what this write completes; before the landing says so, since whoever waits for it reads the store at once."""
-        relative = note.first_block - incoming.num_stored
-        entries, span = incoming.entries, self.layout.entry_span(note.group)
-        for block, codes in enumerate(payload.reshape(note.num_blocks, -1), start=relative):
+    def _copy(self, entries: dict[int, Bytes], payload: Bytes, group: int, first_block: int) -> list[Bytes]:
+        """Copy a group's codes out of the arena into the entries of their blocks; returns the copies."""
+        span, copies = self.layout.entry_span(group), []
+        for block, codes in enumerate(payload.reshape(-1, self.layout.group_bytes(group)), start=first_block):
             if block not in entries:
                 entries[block] = np.empty(self.layout.block_bytes, dtype=np.uint8)
-            entries[block][span] = codes
+            copy = entries[block][span]
+            copy[:] = codes
+            copies.append(copy)
+        return copies
+
+    def _publish(self, incoming: Incoming, entries: dict[int, Bytes], note: Notification) -> None:
+        """Store what this write completes; before the landing says so, since whoever waits for it reads the store at once."""
+        relative = note.first_block - incoming.num_stored
         for block in incoming.landing.completed_by(note.group, relative, note.num_blocks):
             index = incoming.num_stored + block
             try:

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 MAX_SESSIONS = 64
 MAX_OPEN_TRANSFERS = 4096
 _SETUP_TIMEOUT_S = 10.0
+LAST_LOOK_S = 2.0  # what a producer wrote before its last word is in the arena; the inbox looks every few milliseconds
 T = TypeVar("T")
 
 
@@ -127,19 +128,22 @@ class Lender:
                 self._inbox.end(incoming, num_writes=ended.num_writes, reason=ended.reason)
 
     def closed(self, connection: Connection, why: str) -> None:
-        """A prefill worker is gone: fail at once what waits for it, fence, then free."""
+        """A prefill worker is gone: fail at once what waits for it, fence, then free.
+
+        Transfers of which it had said that all is written get a last look first: it may have left in peace.
+        """
         for session in [session for session in self._sessions.values() if session.connection is connection]:
             logger.warning("session with prefill worker %s ended: %s", session.producer, why)
             del self._sessions[session.producer]
             self._counters["sessions_lost"] += 1
-            for incoming in list(session.held.values()):
+            written = [incoming for incoming in session.held.values() if _is_written(incoming)]
+            for incoming in [incoming for incoming in session.held.values() if incoming not in written]:
                 self._inbox.fail(incoming, "producer_gone")
                 self._quarantine(session, incoming)
-            self._inbox.shut(session.id)
-            if self._unfenced is None:
-                self._spawn(self._fence(session))
+            if written and self._unfenced is None:
+                self._spawn(self._end_after_last_look(session, written))
             else:
-                self._unfenced.append(session.receiver)
+                self._end(session)
 
     def settle(self, incoming: Incoming) -> None:
         """Decide what becomes of a transfer's extent; called after each change."""
@@ -254,6 +258,22 @@ class Lender:
         if self._sessions.get(session.producer) is session:
             self._give_back(session, incoming, self._extents.free_fenced)
 
+    async def _end_after_last_look(self, session: _Session, written: list[Incoming]) -> None:
+        try:
+            await asyncio.wait([asyncio.wrap_future(incoming.terminal) for incoming in written], timeout=LAST_LOOK_S)
+        finally:
+            self._end(session)
+
+    def _end(self, session: _Session) -> None:
+        for incoming in list(session.held.values()):
+            self._inbox.fail(incoming, "producer_gone")
+            self._quarantine(session, incoming)
+        self._inbox.shut(session.id)
+        if self._unfenced is None:
+            self._spawn(self._fence(session))
+        else:
+            self._unfenced.append(session.receiver)
+
     async def _fence(self, session: _Session) -> None:
         """Destroy the receiver; then no byte can land any more, and its extents are free."""
         await asyncio.wrap_future(_in_thread(session.receiver.destroy))
@@ -266,6 +286,10 @@ class Lender:
         session.quarantined.discard(incoming.transfer_id)
         free(_extent(incoming))
         incoming.closed.set_result(None)
+
+
+def _is_written(incoming: Incoming) -> bool:
+    return incoming.landing.num_writes is not None and not incoming.landing.is_terminal
 
 
 def _extent(incoming: Incoming) -> Extent:

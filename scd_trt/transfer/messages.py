@@ -31,13 +31,14 @@ from scd_trt.transfer.trace import TraceEvent
 MAX_KEYS = 1 << 16
 Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]
-TransferId = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+TransferId = Annotated[str, Meta(pattern="^[0-9a-f]{32}$", max_length=32)]  # `$` alone lets a line feed pass
 SessionId = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Word = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=2048)]
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 Positive = Annotated[int, Meta(ge=1, le=1 << 48)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
+Milliseconds = Annotated[float, Meta(ge=0, le=86_400_000)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -212,8 +213,8 @@ class Ended(Message, frozen=True):
     transfer_id: TransferId
     num_writes: Count
     reason: FallbackReason | None = None
-    encode_ms: Annotated[float, Meta(ge=0)] | None = None
-    write_ms: Annotated[float, Meta(ge=0)] | None = None
+    encode_ms: Milliseconds | None = None
+    write_ms: Milliseconds | None = None
 
 
 Body = (
@@ -265,4 +266,7 @@ def unpack(data: bytes) -> Envelope:
     Raises:
         msgspec.DecodeError, msgspec.ValidationError: it is none.
     """
-    return _decoder.decode(data)
+    try:
+        return _decoder.decode(data)
+    except RecursionError as error:  # a value that would be skipped may be nested as deeply as a frame is long
+        raise msgspec.DecodeError("nested too deeply") from error

@@ -4,6 +4,9 @@ Threads: `plan`, `send`, `finish` and `abort` are called by the engine's forward
 session writes; the control loop's thread takes grants and revocations, and reaps. Grants live for `lease_s` unless planned; a
 planned push must move within `lease_s` and be written within `transfer_timeout_s` of its first post.
 
+End: `drain` refuses new grants and waits for the leases that it holds; `close` waits, at most `write_timeout_s`, until what
+has been sent completely is written, and gives up the rest.
+
 Not decided here: what to encode, and whether blocks come from the pool or a code store (the connector does).
 """
 
@@ -102,6 +105,11 @@ class Push:
     def is_failed(self) -> bool:
         """See `WriteOwner`."""
         return self._state.is_failed
+
+    @property
+    def is_leaving(self) -> bool:
+        """All is said, not all is written."""
+        return self._state.is_finishing and not self._state.is_failed
 
     def send(self, group: int, first_block: int, codes: npt.NDArray[np.uint8] | torch.Tensor) -> None:
         """Queue the codes of consecutive blocks in one layer group.
@@ -299,6 +307,8 @@ class Producer:
         self._incarnation = secrets.token_hex(8)
         self._terms = Terms("producer", transport.version, fingerprint, layout, self._incarnation)
         self._lock = threading.Lock()
+        self._push_has_ended = threading.Condition(self._lock)
+        self._is_draining = False
         self._counters: Counter[str] = Counter()
         self._sessions: dict[Connection, _Session] = {}
         self._num_senders = 0
@@ -333,13 +343,31 @@ class Producer:
             self._counters[what] += number
 
     def statistics(self) -> dict[str, int]:
-        """Counters since the start: granted, planned, ended, ended_<reason> for each failure, guarded_blocks."""
+        """Counters since the start: granted, planned, ended, ended_<reason> for each failure, guarded_blocks, control_*.
+
+        And the room that is left in the send buffer.
+        """
         with self._lock:
-            return dict(self._counters)
+            counters = dict(self._counters)
+        return counters | {"send_buffer_free_bytes": self.buffer.num_free_bytes} | self.control.statistics()
+
+    def drain(self, *, timeout_s: float) -> bool:
+        """Refuse new grants (`draining`) and wait until no push is open; False where some were after `timeout_s`."""
+        with self._push_has_ended:
+            self._is_draining = True
+            return self._push_has_ended.wait_for(lambda: not self._pushes, timeout_s)
+
+    def holds(self, transfer_id: str) -> bool:
+        """True for a push that is open: its prompt is to be run here, also while draining."""
+        return transfer_id in self._pushes
 
     def close(self) -> None:
-        """Fail all pushes, destroy all senders, close the listener. May be repeated."""
+        """Let finished pushes be written, fail the others, destroy all senders, close the listener. May be repeated."""
         atexit.unregister(self.close)
+        if self.control.is_running:
+            with self._push_has_ended:
+                self._is_draining = True
+                self._push_has_ended.wait_for(self._nothing_leaves, self.config.write_timeout_s)
         self.control.close()
         with self._lock:
             outboxes = [session.outbox for session in self._sessions.values() if session.outbox]
@@ -379,6 +407,9 @@ class Producer:
         else:
             self._forget_session(connection)
 
+    def _nothing_leaves(self) -> bool:
+        return not any(push.is_leaving for push in self._pushes.values())
+
     def push_ended(self, push: Push, ended: Ended) -> None:
         """A push is drained. In the control loop."""
         with self._lock:
@@ -387,6 +418,7 @@ class Producer:
             self._counters["ended"] += 1
             if ended.reason is not None:
                 self._counters[f"ended_{ended.reason}"] += 1
+            self._push_has_ended.notify_all()
         push.tell(ended)
 
     def _welcome(self, connection: Connection, hello: SessionHello) -> Body:
@@ -431,10 +463,13 @@ class Producer:
             raise ControlError("a grant needs a session with an arena")
         expected_bytes = self.layout.tokens_per_block * sum(self.layout.bytes_per_token) * len(grant.block_keys)
         if grant.num_bytes != expected_bytes or grant.offset + grant.num_bytes > session.arena_bytes:
+            self.count("refused_grants", 1)
             raise ControlError(
                 f"grant of {grant.num_bytes} bytes at {grant.offset}; {expected_bytes} inside the arena expected"
             )
         with self._lock:
+            if self._is_draining:
+                raise RefusedError("draining", "this prefill worker shuts down")
             if grant.transfer_id in self._pushes:
                 raise ControlError(f"transfer {grant.transfer_id} was granted before")
             if len(self._pushes) >= MAX_PUSHES:

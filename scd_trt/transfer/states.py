@@ -6,8 +6,8 @@ Producer, `Sending`:   open -> finishing -> ended | failed
 Terminal states are sticky and keep their first reason; every transition may be repeated. A transfer being terminal does not
 make its extent reusable: that needs the producer's word that no write of it is outstanding (`ended`), or a fence.
 
-A push that the producer cuts short on purpose (`CUT_REASONS`) fails too, but what it has queued is still written and still
-counts: both sides wait for it, so that the blocks before the cut can be used.
+A push that stops short without a fault (`CUT_REASONS`: the guard refused the rest, or the engine had no more) fails too, but
+what it has queued is still written and still counts: both sides wait for it, so that the blocks before the cut can be used.
 
 Block indices are relative to the granted blocks. Times are seconds of one monotonic clock, given by the caller.
 """
@@ -34,10 +34,12 @@ FallbackReason = Literal[
     "not_encoded",
     "guarded",
     "aborted",
+    "draining",
+    "consumer_draining",
     "unknown_transfer",
 ]
 FALLBACK_REASONS: tuple[FallbackReason, ...] = get_args(FallbackReason)
-CUT_REASONS: frozenset[FallbackReason] = frozenset({"guarded"})
+CUT_REASONS: frozenset[FallbackReason] = frozenset({"guarded", "not_encoded"})
 """Reasons that spare the blocks before the cut."""
 
 LandingState = Literal["waiting", "landing", "landed", "failed"]
@@ -63,6 +65,7 @@ class Landing:
         self._num_landed_writes = 0
         self._rejected: set[tuple[int, int, int]] = set()
         self._landed_GN = np.zeros((num_groups, num_blocks), dtype=bool)
+        self._num_missing_N = np.full(num_blocks, num_groups)
 
     @property
     def is_terminal(self) -> bool:
@@ -72,7 +75,7 @@ class Landing:
     @property
     def num_landed_blocks(self) -> int:
         """Blocks of which all groups have landed."""
-        return int(self._landed_GN.all(axis=0).sum())
+        return int(np.count_nonzero(self._num_missing_N == 0))
 
     @property
     def num_processed(self) -> int:
@@ -93,9 +96,8 @@ class Landing:
     def completed_by(self, group: int, first_block: int, num_blocks: int) -> list[int]:
         """Blocks that a write of a group would complete, were it landed now."""
         blocks = slice(first_block, first_block + num_blocks)
-        others_N = np.delete(self._landed_GN[:, blocks], group, axis=0).all(axis=0)
-        new_N = others_N & ~self._landed_GN[group, blocks]
-        return [first_block + int(index) for index in np.flatnonzero(new_N)]
+        new_N = (self._num_missing_N[blocks] == 1) & ~self._landed_GN[group, blocks]
+        return (np.flatnonzero(new_N) + first_block).tolist()
 
     def land(self, group: int, first_block: int, num_blocks: int, *, now_s: float) -> None:
         """A verified write has landed."""
@@ -106,8 +108,10 @@ class Landing:
         self.state = "landing"
         self.first_landing_s = now_s if self.first_landing_s is None else self.first_landing_s
         self.last_landing_s = now_s
-        self._landed_GN[group, first_block : first_block + num_blocks] = True
-        if self._landed_GN.all():
+        blocks = slice(first_block, first_block + num_blocks)
+        self._num_missing_N[blocks] -= ~self._landed_GN[group, blocks]
+        self._landed_GN[group, blocks] = True
+        if not self._num_missing_N.any():
             self.state = "landed"
         else:
             self._check_end()
@@ -204,12 +208,11 @@ class Sending:
         self.num_in_flight -= 1
 
     def finish(self) -> None:
-        """No more writes will be queued; a push that has not queued everything fails."""
-        if self.is_finishing or self.is_failed:
-            return
-        self.is_finishing = True
-        if not self._sent_GN.all():
-            self.fail("not_encoded")
+        """No more writes will be queued; a push that has not queued everything is cut short by that."""
+        if self._sent_GN.all():
+            self.is_finishing = True
+        else:
+            self.cut("not_encoded")
 
     def cut(self, reason: FallbackReason) -> None:
         """No more writes will be queued, on purpose; those that are queued are still done."""

@@ -3,7 +3,8 @@
 Owns entries (layout in `wire.py`), their age and their pins. Least recently used entries leave first
 when room is needed; an entry not used for `ttl_s` counts as absent and `reap` removes it. A pinned entry stays until it is
 released. Within one prefix the *last* block leaves first, because only a contiguous prefix is of use. Thread-safe; `match`
-and `pin` take microseconds (one dictionary look-up per block) and do no I/O.
+and `pin` take microseconds (one dictionary look-up per block) and do no I/O, and nothing that runs by a timer holds the lock
+for longer than what it finds to remove: an engine may be waiting with a lock of its own.
 
 The key already holds salt and translator fingerprint (`kv_cache.scope`): two tenants never share an entry.
 """
@@ -39,7 +40,7 @@ class StoreStatistics:
     num_refused: int
 
 
-@dataclass
+@dataclass(slots=True)
 class _Entry:
     payload: memoryview
     used_s: float
@@ -59,7 +60,7 @@ class CodeStore:
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
-        self._num_bytes = 0
+        self._num_bytes = self._num_pinned = 0
         self._num_hits = self._num_misses = self._num_evicted = self._num_expired = self._num_refused = 0
 
     def put(self, key: bytes, payload: bytes | memoryview) -> None:
@@ -76,7 +77,8 @@ class CodeStore:
                 self._make_room(len(payload))
                 self._entries[key] = _Entry(memoryview(payload).toreadonly(), now)
                 self._num_bytes += len(payload)
-            self._touch([key], now)
+            self._entries[key].used_s = now
+            self._entries.move_to_end(key)
 
     def match(self, keys: Sequence[bytes]) -> int:
         """Length of the contiguous prefix of `keys` that is present, in blocks."""
@@ -92,6 +94,7 @@ class CodeStore:
         with self._lock:
             found = self._prefix(keys)
             for entry in found:
+                self._num_pinned += not entry.num_pins
                 entry.num_pins += 1
             return [entry.payload for entry in found]
 
@@ -107,6 +110,7 @@ class CodeStore:
                 if entry is None or not entry.num_pins:
                     raise ValueError(f"block {key.hex()} is not pinned")
                 entry.num_pins -= 1
+                self._num_pinned -= not entry.num_pins
 
     @contextmanager
     def pinned(self, keys: Sequence[bytes]) -> Iterator[list[memoryview]]:
@@ -120,8 +124,7 @@ class CodeStore:
     def reap(self) -> int:
         """Remove entries older than `ttl_s`; returns how many."""
         with self._lock:
-            now = self._clock()
-            expired = [key for key, entry in self._entries.items() if self._is_expired(entry, now)]
+            expired = self._expired(self._clock())
             for key in expired:
                 self._drop(key)
             self._num_expired += len(expired)
@@ -134,7 +137,7 @@ class CodeStore:
                 num_bytes=self._num_bytes,
                 capacity_bytes=self.config.capacity_bytes,
                 num_entries=len(self._entries),
-                num_pinned=sum(1 for entry in self._entries.values() if entry.num_pins),
+                num_pinned=self._num_pinned,
                 num_hits=self._num_hits,
                 num_misses=self._num_misses,
                 num_evicted=self._num_evicted,
@@ -143,25 +146,30 @@ class CodeStore:
             )
 
     def _prefix(self, keys: Sequence[bytes]) -> list[_Entry]:
-        now = self._clock()
+        # in one pass and without calls of our own: an engine waits with its radix tree locked
+        now, ttl_s, get = self._clock(), self.config.ttl_s, self._entries.get
         found: list[_Entry] = []
         for key in keys:
-            entry = self._entries.get(key)
-            if entry is None or self._is_expired(entry, now):
+            entry = get(key)
+            if entry is None or (now - entry.used_s > ttl_s and not entry.num_pins):
                 break
+            entry.used_s = now
             found.append(entry)
-        self._touch(keys[: len(found)], now)
+        for key in reversed(keys[: len(found)]):
+            self._entries.move_to_end(key)
         self._num_hits += len(found)
         self._num_misses += len(keys) - len(found)
         return found
 
-    def _touch(self, keys: Sequence[bytes], now: float) -> None:
-        for key in reversed(keys):
-            self._entries[key].used_s = now
-            self._entries.move_to_end(key)
-
-    def _is_expired(self, entry: _Entry, now: float) -> bool:
-        return not entry.num_pins and now - entry.used_s > self.config.ttl_s
+    def _expired(self, now: float) -> list[bytes]:
+        """They come first, but for pinned ones in between, since entries are in order of their use."""
+        expired = []
+        for key, entry in self._entries.items():
+            if now - entry.used_s <= self.config.ttl_s:
+                break
+            if not entry.num_pins:
+                expired.append(key)
+        return expired
 
     def _make_room(self, num_bytes: int) -> None:
         need = self._num_bytes + num_bytes - self.config.capacity_bytes

@@ -123,9 +123,9 @@ class Notification:
         """The same notification with the digest of its payload."""
         return replace(self, digest=self._digest(payload))
 
-    def vouches_for(self, payload: Bytes) -> bool:
-        """True where length and digest fit the payload."""
-        return len(payload) == self.num_bytes and self._digest(payload) == self.digest
+    def vouches_for(self, *pieces: Bytes) -> bool:
+        """True where length and digest fit the payload, given in consecutive pieces."""
+        return sum(map(len, pieces)) == self.num_bytes and self._digest(*pieces) == self.digest
 
     def pack(self) -> bytes:
         """80 bytes.
@@ -172,9 +172,10 @@ class Notification:
         except (struct.error, ValueError) as error:
             raise WireError(f"cannot pack {self}: {error}") from error
 
-    def _digest(self, payload: Bytes) -> bytes:
+    def _digest(self, *pieces: Bytes) -> bytes:
         state = xxhash.xxh3_128(self._header())
-        state.update(payload.data)
+        for piece in pieces:
+            state.update(piece.data)
         return state.digest()
 
 
