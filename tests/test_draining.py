@@ -35,7 +35,7 @@ from scd_trt.serving.launcher import Child
 from scd_trt.serving.routes import Route
 from scd_trt.transfer.control import ControlClient
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 WAIT_S = 60.0
 NEVER_DRAINED = """
@@ -114,9 +114,9 @@ def test_decode_worker_finishes_its_stream(slow: tuple[TinyPair, dict[str, Child
     """Runs after the test above, so without a prefill worker."""
     pair, children = slow
     decode, router = children["decode"], children["router"]
-    body = {"model": pair.config.name, "prompt": text_of(1, 200), "max_tokens": 600, "temperature": 0}
+    body = {"model": pair.config.name, "prompt": text_of(1, 200), "max_tokens": 300, "temperature": 0}
     body |= {"ignore_eos": True, "stream": True}
-    own = complete(decode.url, body["prompt"], model=body["model"], max_tokens=600, ignore_eos=True, cache_salt="own")
+    own = complete(decode.url, body["prompt"], model=body["model"], max_tokens=300, ignore_eos=True, cache_salt="own")
     with httpx.stream("POST", f"{router.url}/v1/completions", json=body, timeout=WAIT_S) as response:
         lines = response.iter_lines()
         first = next(lines)

@@ -180,8 +180,14 @@ def test_a_guess_that_proves_wrong_is_not_made_twice(fleet: Fleet) -> None:
         assert scd_of(client, text)["decision"] == "send"
         store = decode.consumer.store
         store.put(b"other" + b"\0" * 11, bytes(store.config.capacity_bytes))  # everything else leaves for it
-        reasons = [scd_of(client, text + TAIL)["decision_reason"] for _ in range(2)]
-    assert reasons == ["mostly_stored", "unmeasured"]
+        first, second = (scd_of(client, text + TAIL) for _ in range(2))
+    # whoever prefills by itself says why, also where the router was wrong
+    assert (first["decision"], first["decision_reason"], first["fallback"]) == (
+        "stored",
+        "mostly_stored",
+        "not_matched",
+    )
+    assert (second["decision"], second["fallback"]) == ("send", None)
 
 
 # ---- workers that fail ----------------------------------------------------------------------------------------------

@@ -103,8 +103,12 @@ class Handover:
         return self.fallback == "guarded" and self.report is not None and bool(self.report.matched_tokens)
 
     def is_unmatched(self, usage: Mapping[str, Any] | None, tokens_per_block: int) -> bool:
-        """True where codes lay ready and the engine used neither them nor blocks of its own."""
-        if self.report is None or usage is None or self.report.matched_tokens != 0:
+        """True where codes lay ready, or were thought to, and the engine used neither them nor blocks of its own.
+
+        The router may have been wrong about what the worker has (it guessed, and nobody was asked), and the report of one
+        that died after its answer is lost: then the answer's usage alone tells.
+        """
+        if usage is None or (self.report is not None and self.report.matched_tokens):
             return False
         return cached_tokens(usage) < tokens_per_block
 

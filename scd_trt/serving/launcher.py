@@ -23,7 +23,7 @@ import httpx
 from scd_trt.config import ScdError, ServedPair
 
 LOG_TAIL_LINES = 15
-STOP_GRACE_S = 20.0
+STOP_GRACE_S = 35.0
 """Longer than a worker takes to drain and to end its session (`worker.DRAIN_S`, `transport.write_timeout_s`)."""
 
 

@@ -39,8 +39,9 @@ logger = logging.getLogger(__name__)
 STALLED_STEP_S = 120.0
 """An engine whose last step is older than this counts as stuck."""
 
-DRAIN_S = 10.0
-"""Longest wait for transfers and requests under way at SIGTERM; those that are left then are cancelled."""
+DRAIN_S = 25.0
+"""Longest wait for transfers and requests under way at SIGTERM; those that are left then are cancelled. Process managers
+commonly wait for 30 s before they kill."""
 
 LAST_CALL_S = 0.5
 """A router sends a request as soon as its codes have landed, and asks for the report as soon as the answer is there."""

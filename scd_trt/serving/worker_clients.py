@@ -159,7 +159,7 @@ class PrefillClient:
         self, url: str, prompt: Sequence[int], *, salt: str, headers: Mapping[str, str], timeout_s: float
     ) -> PrefillResult:
         """Run a prompt on the worker at `url`, with one token of answer."""
-        # less than a tenth of what `json` takes for thousands of token ids, and every other request of the router waits meanwhile
+        # less than a tenth of what `json` takes for thousands of token ids; the event loop stands still meanwhile
         body = msgspec.json.encode(prefill_request(prompt, model=self._model, salt=salt))
         all_headers = {**headers, "content-type": "application/json"}
         begin_s = time.perf_counter()
