@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_translators import HEAD_DIM, NUM_KV_HEADS, WIDTH, group_translator, random_group
 
 from scd_trt.codec import Decoder, Encoder, LayerInput
-from tests.tiny_translators import HEAD_DIM, NUM_KV_HEADS, WIDTH, group_translator, random_group
 
 
 def _inputs(num_tokens, seed=0):
