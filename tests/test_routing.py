@@ -176,7 +176,9 @@ def test_short_and_mostly_cached_prompts_go_to_decode_only(fleet: Fleet) -> None
 def test_a_guess_that_proves_wrong_is_not_made_twice(fleet: Fleet) -> None:
     text = prompt()
     decode = fleet.decode[0].engine
-    with fleet.router(decode=fleet.decode[:1], decision={"max_local_prefill_tokens": 16}) as (client, _):
+    # what the first, wrong guess measures of this machine must not decide the second
+    decision = {"max_local_prefill_tokens": 16, "max_ratio": 1e9}
+    with fleet.router(decode=fleet.decode[:1], decision=decision) as (client, _):
         assert scd_of(client, text)["decision"] == "send"
         store = decode.consumer.store
         store.put(b"other" + b"\0" * 11, bytes(store.config.capacity_bytes))  # everything else leaves for it
