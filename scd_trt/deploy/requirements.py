@@ -162,9 +162,8 @@ SERVER: tuple[Requirement, ...] = (
     Requirement(
         "kv_cache_config.dtype",
         "not fp8",
-        "keys and values are written with the checkpoint's fp8 scales; that path has never run",
+        "keys and values would be written with the checkpoint's fp8 scales, which the connector refuses: it never ran",
         _fp8_is_not_asked_for,
-        level="advised",
     ),
     Requirement(
         "kv_cache_config.max_attention_window",
