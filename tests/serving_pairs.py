@@ -128,6 +128,15 @@ def served(pair: TinyPair) -> Iterator[dict[str, Child]]:
         yield children
 
 
+@contextlib.contextmanager
+def served_slowly(root: Path) -> Iterator[tuple[TinyPair, dict[str, Child]]]:
+    """An exact pair and its processes; prompts are computed in chunks of 8 tokens, and the pool holds a long answer."""
+    engine = {"max_num_tokens": 8, "num_blocks": 1024}
+    pair = write_pair(root, policy="exact", same_model=True, engine=engine)
+    with served(pair) as children:
+        yield pair, children
+
+
 def complete(url: str, prompt: str | list[int], **extra: Any) -> dict[str, Any]:
     """One greedy completion; the whole answer."""
     body = {"model": extra.pop("model"), "prompt": prompt, "max_tokens": 16, "temperature": 0, **extra}

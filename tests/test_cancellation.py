@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving_pairs import TinyPair, complete, served, write_pair
+from serving_pairs import TinyPair, complete, served_slowly
 
 from scd_trt.serving.launcher import Child
 from scd_trt.transfer.control import ControlClient
@@ -43,11 +43,8 @@ with socket.create_connection((host, port)) as connection:
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TinyPair, dict[str, Child]]]:
-    """Prompts are computed in chunks of 8 tokens, and the pool holds a long answer."""
-    engine = {"max_num_tokens": 8, "num_blocks": 1024}
-    pair = write_pair(tmp_path_factory.mktemp("slow"), policy="exact", same_model=True, engine=engine)
-    with served(pair) as children:
-        yield pair, children
+    with served_slowly(tmp_path_factory.mktemp("slow")) as found:
+        yield found
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from routed_workers import (
     raw_server,
     routed,
 )
-from serving_pairs import TinyPair, complete, served, write_pair
+from serving_pairs import TinyPair, complete, served_slowly
 from tiny_models import save_tiny_tokenizer
 from transformers import AutoTokenizer
 
@@ -66,11 +66,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TinyPair, dict[str, Child]]]:
-    """Three processes; prompts are computed in chunks of 8 tokens, and the pool holds a long answer."""
-    engine = {"max_num_tokens": 8, "num_blocks": 1024}
-    pair = write_pair(tmp_path_factory.mktemp("slow"), policy="exact", same_model=True, engine=engine)
-    with served(pair) as children:
-        yield pair, children
+    with served_slowly(tmp_path_factory.mktemp("slow")) as found:
+        yield found
 
 
 def text_of(seed: int, length: int) -> str:
